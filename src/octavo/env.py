@@ -1,0 +1,30 @@
+"""Every environment variable that Octavo reads, typed; a bad value raises ConfigError at first use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from octavo.errors import ConfigError
+
+
+def cache_dir() -> Path:
+    """OCTAVO_CACHE_DIR: where compiled kernels and tuning tables are kept. Default ~/.cache/octavo."""
+    value = os.environ.get("OCTAVO_CACHE_DIR")
+    return Path(value).expanduser() if value else Path.home() / ".cache" / "octavo"
+
+
+def log_level() -> str:
+    """OCTAVO_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR, for the command line. Default WARNING."""
+    value = os.environ.get("OCTAVO_LOG_LEVEL", "WARNING").upper()
+    if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"OCTAVO_LOG_LEVEL={value!r} is not DEBUG, INFO, WARNING or ERROR")
+    return value
+
+
+def check_integrity() -> bool:
+    """OCTAVO_CHECK_INTEGRITY=1: verify the scheduler's invariants after every step (tests set it)."""
+    value = os.environ.get("OCTAVO_CHECK_INTEGRITY", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"OCTAVO_CHECK_INTEGRITY={value!r} is not 0 or 1")
+    return value == "1"

@@ -1,0 +1,41 @@
+"""Every exception that Octavo raises on purpose, in one tree.
+
+`assert` elsewhere means a bug of ours; what a user or the environment can cause is raised from here.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all deliberate errors."""
+
+
+class InvalidRequestError(OctavoError, ValueError):
+    """One request asks for something that cannot be done; the HTTP layer answers 400.
+
+    `field` is the name of the offending parameter as the caller spells it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[InvalidRequestError], tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine setting, or a combination of settings, that cannot work. The text names the setting."""
+
+
+class ModelLoadError(OctavoError):
+    """A checkpoint that is missing, incomplete, malformed or of an unsupported kind."""
+
+
+class EngineDeadError(OctavoError):
+    """The engine stopped for good; every request in it has failed."""
+
+
+class KernelError(OctavoError):
+    """A kernel cannot be compiled, loaded or launched here (no GPU, driver, compiler, or wrong shape)."""
