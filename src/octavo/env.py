@@ -1,4 +1,4 @@
-"""Every environment variable that Octavo reads, typed; a bad value raises ConfigError at first use."""
+"""Every environment variable that Octavo reads, typed; a bad value raises ConfigError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 
 
 def cache_dir() -> Path:
-    """OCTAVO_CACHE_DIR: where compiled kernels and tuning tables are kept. Default ~/.cache/octavo."""
+    """OCTAVO_CACHE_DIR: compiled kernels and tuning tables. Default ~/.cache/octavo."""
     value = os.environ.get("OCTAVO_CACHE_DIR")
     return Path(value).expanduser() if value else Path.home() / ".cache" / "octavo"
 
@@ -23,7 +23,7 @@ def log_level() -> str:
 
 
 def check_integrity() -> bool:
-    """OCTAVO_CHECK_INTEGRITY=1: verify the scheduler's invariants after every step (tests set it)."""
+    """OCTAVO_CHECK_INTEGRITY=1: verify the core's invariants after every step (tests set it)."""
     value = os.environ.get("OCTAVO_CHECK_INTEGRITY", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"OCTAVO_CHECK_INTEGRITY={value!r} is not 0 or 1")

@@ -1,6 +1,6 @@
 """Every exception that Octavo raises on purpose, in one tree.
 
-`assert` elsewhere means a bug of ours; what a user or the environment can cause is raised from here.
+`assert` elsewhere means a bug of ours; what a user or the environment can cause is one of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InvalidRequestError(OctavoError, ValueError):
 
 
 class ConfigError(OctavoError, ValueError):
-    """An engine setting, or a combination of settings, that cannot work. The text names the setting."""
+    """A setting, or a combination of settings, that cannot work. The text names the setting."""
 
 
 class ModelLoadError(OctavoError):
@@ -38,4 +38,4 @@ class EngineDeadError(OctavoError):
 
 
 class KernelError(OctavoError):
-    """A kernel cannot be compiled, loaded or launched here (no GPU, driver, compiler, or wrong shape)."""
+    """A kernel cannot be compiled, loaded or launched: no GPU, driver or compiler, or a bad shape."""

@@ -1,0 +1,100 @@
+"""Engine settings: what a user may say (EngineArgs) and what was resolved from it (EngineConfig).
+
+Resolved sections are frozen and never written back; `config/resolve.py` makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """Settings by the names vLLM gives them. None means: decided by `resolve`, which says why."""
+
+    model: str
+    """A folder, a .gguf file, or a Hugging Face model id."""
+    tokenizer: str | None = None
+    """Folder or file with tokenizer.json; None: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    """Source of the random streams of requests without a seed of their own."""
+    max_model_len: int | None = None
+    """Prompt and output tokens of one request, together."""
+    max_num_seqs: int | None = None
+    """Requests in one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request in one step; 0: only the budget limits."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool | None = None
+    """Plan and launch step N+1 before the result of N is applied."""
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.92
+    """Share of the device's memory for weights, activations and KV cache (GPU only)."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV cache; overrides gpu_memory_utilization."""
+    num_gpu_blocks_override: int | None = None
+    """Blocks of the pool, the null block included; overrides the memory profile (tests)."""
+    max_logprobs: int = 20
+    """Largest logprobs / prompt_logprobs a request may ask; -1: up to the vocabulary."""
+    chat_template: str | None = None
+    """Jinja source or a path to it; None: the model's own."""
+    skip_tokenizer_init: bool = False
+    """Work on token ids only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV block pool, except its size, which the worker's memory profile decides."""
+
+    block_size: int
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_blocks_override: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True
+    max_bypass: int = 32
+    """Younger requests admitted past one that does not fit, before it blocks the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine needs to know, resolved."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: Literal["cpu", "cuda"]
+    seed: int
+    max_logprobs: int
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One resolved setting, for `octavo explain`."""
+
+    name: str
+    value: str
+    reason: str

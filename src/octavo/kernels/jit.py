@@ -1,0 +1,176 @@
+"""CUDA C++ text in, machine code out: header inlining, NVRTC, and the compiler's own resource report.
+
+Needs no GPU and no driver. It owns the compile flags and the parsing of the compile log; the disk
+cache is `kernels.cache`, loading and launching are `kernels.launch`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import KernelError
+
+MATMUL_DIR = Path(__file__).parent / "matmul"
+ARCH = "sm_90a"
+BASE_FLAGS = ("--std=c++17", "--ptxas-options=-v")
+# ptxas says one of these when it had to serialise wgmma (an accumulator was touched in flight):
+# the kernel stays right but loses half its speed, so tests and the harness treat it as a failure.
+SERIALIZED_WGMMA = ("C7510", "C7511", "C7514", "C7515")
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*$', re.MULTILINE)
+_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
+# Virtual: line tables must not depend on the machine or the working directory.
+_VIRTUAL_ROOT = "/octavo"
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What ptxas reported for one `__global__` function; all sizes in bytes, per thread or per CTA."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    static_smem: int
+    barriers: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One translation unit after NVRTC.
+
+    `source` is the text after inlining, `cubin` an ELF for exactly `arch`, `ptx` its intermediate
+    form (to read, never to load: a newer NVRTC writes PTX that an older driver cannot assemble).
+    `resources` maps each kernel's name to what ptxas reported.
+    """
+
+    arch: str
+    flags: tuple[str, ...]
+    source: str
+    cubin: bytes
+    ptx: str
+    log: str
+    resources: dict[str, KernelResources]
+
+
+def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DIR) -> str:
+    """Replaces each `#include "x"` by the file's text, once, relative to `root`.
+
+    Keeps the compiler free of include paths and makes the cache key a hash of everything that
+    matters. `#line` marks keep messages and line tables pointing at the original files.
+    Raises KernelError for a system header (they cost up to 2 s a compile) or a missing file.
+    """
+    seen: set[str] = set()
+
+    def expand(text: str, file: str) -> str:
+        pieces: list[str] = [f'#line 1 "{_VIRTUAL_ROOT}/{file}"\n']
+        end = 0
+        for match in _INCLUDE.finditer(text):
+            quoted = match.group(1)
+            if quoted is None:
+                raise KernelError(f"{file}: system header <{match.group(2)}> is not allowed")
+            pieces.append(text[end : match.start()])
+            end = match.end()
+            if quoted not in seen:
+                seen.add(quoted)
+                path = root / quoted
+                if not path.is_file():
+                    raise KernelError(f"{file}: cannot find {quoted!r} under {root.name}/")
+                pieces.append(expand(_PRAGMA_ONCE.sub("", path.read_text()), quoted))
+            next_line = text.count("\n", 0, end) + 2
+            pieces.append(f'\n#line {next_line} "{_VIRTUAL_ROOT}/{file}"')
+        pieces.append(text[end:])
+        return "".join(pieces)
+
+    return expand(source, name)
+
+
+def compile_source(
+    source: str,
+    *,
+    arch: str = ARCH,
+    extra_flags: Iterable[str] = (),
+    name: str = "kernel.cu",
+    root: Path = MATMUL_DIR,
+) -> Compiled:
+    """Compiles CUDA C++ (extern "C" kernels, our own headers only) to PTX and CUBIN. No GPU needed.
+
+    Raises KernelError with the compiler's log when NVRTC is missing or the source is wrong.
+    """
+    flags = (f"--gpu-architecture={arch}", *BASE_FLAGS, *extra_flags)
+    inlined = inline_includes(source, name, root)
+    cubin, ptx, log = _run_nvrtc(inlined, name, flags)
+    return Compiled(arch, flags, inlined, cubin, ptx, log, parse_resources(log))
+
+
+def nvrtc_version() -> str:
+    """Version of the run-time compiler, "13.0". Raises KernelError when it is not installed."""
+    nvrtc = _nvrtc()
+    status, major, minor = nvrtc.nvrtcVersion()
+    if int(status):
+        raise KernelError(f"nvrtcVersion failed: {status}")
+    return f"{major}.{minor}"
+
+
+def parse_resources(log: str) -> dict[str, KernelResources]:
+    """Reads the `ptxas -v` lines of a compile log."""
+    found: dict[str, KernelResources] = {}
+    sections = re.split(r"Compiling entry function '([^']+)' for", log)
+    for name, text in zip(sections[1::2], sections[2::2], strict=True):
+
+        def number(pattern: str, text: str = text) -> int:
+            match = re.search(pattern, text)
+            return int(match.group(1)) if match else 0
+
+        found[name] = KernelResources(
+            registers=number(r"Used (\d+) registers"),
+            spill_stores=number(r"(\d+) bytes spill stores"),
+            spill_loads=number(r"(\d+) bytes spill loads"),
+            stack=number(r"(\d+) bytes stack frame"),
+            static_smem=number(r"(\d+) bytes smem"),
+            barriers=number(r"used (\d+) barriers"),
+        )
+    return found
+
+
+def _nvrtc():  # type: ignore[no-untyped-def]  # cuda.bindings ships no type stubs
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # ImportError, or the bindings' own "library not found"
+        raise KernelError(
+            "the CUDA run-time compiler is missing: install octavo[gpu] "
+            f"(cuda-bindings and nvidia-cuda-nvrtc): {error}"
+        ) from error
+    return nvrtc
+
+
+def _run_nvrtc(source: str, name: str, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
+    nvrtc = _nvrtc()
+
+    def checked(result):  # type: ignore[no-untyped-def]
+        if int(result[0]):
+            raise KernelError(f"NVRTC: {result[0].name} for {name}")
+        return result[1] if len(result) > 1 else None
+
+    def text(size_of, fill) -> bytes:  # type: ignore[no-untyped-def]
+        buffer = bytearray(checked(size_of(program)))
+        blob = bytes(buffer)  # the bindings write into this immutable buffer
+        checked(fill(program, blob))
+        return blob
+
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])[0]
+        log = text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        log_text = log.rstrip(b"\0 \n").decode(errors="replace")
+        if int(status):
+            raise KernelError(f"{name} does not compile ({status.name}):\n{log_text}")
+        ptx = text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0").decode()
+        return text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), ptx, log_text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
