@@ -1,4 +1,4 @@
-"""CUDA C++ text in, machine code out: header inlining, NVRTC, and the compiler's own resource report.
+"""CUDA C++ text in, machine code out: header inlining, NVRTC, and the compiler's resource report.
 
 Needs no GPU and no driver. It owns the compile flags and the parsing of the compile log; the disk
 cache is `kernels.cache`, loading and launching are `kernels.launch`.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import KernelError
 
@@ -28,7 +29,7 @@ _VIRTUAL_ROOT = "/octavo"
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What ptxas reported for one `__global__` function; all sizes in bytes, per thread or per CTA."""
+    """What ptxas reported for one `__global__` function; sizes in bytes, per thread or per CTA."""
 
     registers: int
     spill_stores: int
@@ -136,7 +137,7 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
     return found
 
 
-def _nvrtc():  # type: ignore[no-untyped-def]  # cuda.bindings ships no type stubs
+def _nvrtc() -> Any:  # cuda.bindings ships no type stubs
     try:
         from cuda.bindings import nvrtc
 
@@ -152,12 +153,12 @@ def _nvrtc():  # type: ignore[no-untyped-def]  # cuda.bindings ships no type stu
 def _run_nvrtc(source: str, name: str, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
     nvrtc = _nvrtc()
 
-    def checked(result):  # type: ignore[no-untyped-def]
+    def checked(result: tuple[Any, ...]) -> Any:
         if int(result[0]):
             raise KernelError(f"NVRTC: {result[0].name} for {name}")
         return result[1] if len(result) > 1 else None
 
-    def text(size_of, fill) -> bytes:  # type: ignore[no-untyped-def]
+    def text(size_of: Any, fill: Any) -> bytes:
         buffer = bytearray(checked(size_of(program)))
         blob = bytes(buffer)  # the bindings write into this immutable buffer
         checked(fill(program, blob))
