@@ -1,0 +1,97 @@
+"""The ring's phases: hand-worked rounds, every interleaving safe, and what the model must catch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.kernels.matmul import barriers
+from octavo.kernels.matmul.barriers import Mbarrier, Slot, drain_slots, simulate_ring, slot
+
+
+def test_two_rounds_of_a_three_stage_ring_by_hand() -> None:
+    rounds = [slot(i, 3) for i in range(7)]
+    assert [s.stage for s in rounds] == [0, 1, 2, 0, 1, 2, 0]
+    assert [s.full_parity for s in rounds] == [0, 0, 0, 1, 1, 1, 0]
+    assert [s.empty_parity for s in rounds] == [1, 1, 1, 0, 0, 0, 1]
+
+
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 4), st.integers(0, 2**32))
+def test_no_interleaving_deadlocks_or_overtakes(
+    stages: int, iterations: int, consumers: int, seed: int
+) -> None:
+    events = simulate_ring(stages, iterations, consumers, random.Random(seed).randrange)
+    for consumer in range(consumers):
+        seen = [e.iteration for e in events if e.actor == f"consumer {consumer}"]
+        assert seen == list(range(iterations))
+    issued = landed = 0
+    for event in events:
+        issued += event.actor == "producer"
+        landed += event.actor == "tma"
+        assert landed <= issued
+
+
+def test_the_model_catches_a_producer_that_does_not_flip_its_parity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(iteration: int, stages: int) -> Slot:
+        right = slot(iteration, stages)
+        return Slot(right.stage, right.full_parity, 1)
+
+    monkeypatch.setattr(barriers, "slot", wrong)
+    # Parity 1 passes while phase 0 runs, that is: before anyone has released the stage.
+    with pytest.raises(RuntimeError, match="overwritten"):
+        simulate_ring(2, 6, 1, lambda n: 0)
+
+
+def test_the_model_catches_a_ring_that_starts_with_the_wrong_parity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(iteration: int, stages: int) -> Slot:
+        right = slot(iteration, stages)
+        return Slot(right.stage, right.full_parity, right.full_parity)
+
+    monkeypatch.setattr(barriers, "slot", wrong)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        simulate_ring(2, 6, 1, lambda n: 0)
+
+
+def test_a_barrier_flips_only_when_arrivals_and_bytes_are_complete() -> None:
+    barrier = Mbarrier(2)
+    barrier.complete_bytes(64)  # the data may land before the expectation is posted
+    barrier.arrive(expect_bytes=64)
+    assert barrier.phase == 0
+    assert not barrier.passes(0)
+    assert barrier.passes(1)
+    barrier.arrive()
+    assert barrier.phase == 1
+    assert barrier.passes(0)
+    with pytest.raises(ValueError, match="at least one"):
+        Mbarrier(0)
+
+
+def test_arrivals_past_the_count_are_a_bug() -> None:
+    barrier = Mbarrier(1)
+    barrier.arrive(expect_bytes=16)  # the phase stays open until the bytes come
+    with pytest.raises(RuntimeError, match="more arrivals"):
+        barrier.arrive()
+
+
+@given(st.integers(0, 30), st.integers(1, 8))
+def test_the_drain_waits_once_for_each_stage_in_use(iterations: int, stages: int) -> None:
+    waits = drain_slots(iterations, stages)
+    assert len({s.stage for s in waits}) == len(waits) == min(iterations, stages)
+    # A stage that was filled `uses` times has been released in phases 0 .. uses - 1.
+    for wait in waits:
+        uses = len(range(wait.stage, iterations, stages))
+        assert wait.empty_parity == (uses - 1) % 2
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="ring"):
+        slot(0, 0)
+    with pytest.raises(ValueError, match="-1"):
+        slot(-1, 2)
