@@ -1,0 +1,186 @@
+"""From what the user said and what the machine is to a concrete EngineConfig, with reasons. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from octavo.config.engine import (
+    CacheConfig,
+    Decision,
+    EngineArgs,
+    EngineConfig,
+    SchedulerConfig,
+)
+from octavo.config.model import ModelConfig
+from octavo.errors import ConfigError
+
+CPU_POOL_BYTES = 4 << 30
+CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The machine, as numbers."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    num_threads: int
+    available_bytes: int
+    has_bf16: bool
+
+
+class _Log:
+    """Collects one Decision per setting."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def pick(self, name: str, given: Any, default: Any, reason: str) -> Any:
+        """The given value, or the default with its reason; noted either way."""
+        value = default if given is None else given
+        self.decisions.append(Decision(name, str(value), reason if given is None else "as given"))
+        return value
+
+
+def make_args(settings: dict[str, Any]) -> EngineArgs:
+    """EngineArgs from keyword arguments; unknown names and wrong kinds raise ConfigError."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(set(settings) - known):
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    args = EngineArgs(**settings)
+    for name, hint in get_type_hints(EngineArgs).items():
+        value = getattr(args, name)
+        choices = get_args(hint)
+        if choices and all(isinstance(choice, str) for choice in choices) and value not in choices:
+            raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
+    return args
+
+
+def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:
+    """Decide every setting. Raises ConfigError naming the setting that cannot work."""
+    if args.device == "cuda":
+        raise ConfigError("device='cuda': this version runs on the CPU only; use 'auto' or 'cpu'")
+    log = _Log()
+    log.pick("device", None if args.device == "auto" else args.device, facts.kind, facts.name)
+    log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, "the checkpoint's")
+    scheduler = _resolve_scheduler(args, model, log)
+    cache = _resolve_cache(args, log)
+    log.pick("seed", args.seed, 0, "")
+    _integer("max_logprobs", args.max_logprobs, -1)
+    log.pick("max_logprobs", args.max_logprobs, 20, "")
+    return EngineConfig(
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        device=facts.kind,
+        seed=args.seed,
+        max_logprobs=args.max_logprobs,
+        decisions=tuple(log.decisions),
+    )
+
+
+def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> SchedulerConfig:
+    limit = model.max_position_embeddings
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        if (value := getattr(args, name)) is not None:
+            _integer(name, value, 1)
+    _integer("long_prefill_token_threshold", args.long_prefill_token_threshold, 0)
+    max_model_len = log.pick("max_model_len", args.max_model_len, limit, "the model's context")
+    if max_model_len > limit:
+        raise ConfigError(f"max_model_len={max_model_len} is more than the model's context of {limit}")
+    max_num_seqs = log.pick("max_num_seqs", args.max_num_seqs, 64, "default on a CPU")
+    budget = log.pick(
+        "max_num_batched_tokens",
+        args.max_num_batched_tokens,
+        max(512, max_num_seqs),
+        "about half a second of prefill on a CPU, so that running streams stay smooth",
+    )
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
+            "a step must be able to run one token of every request"
+        )
+    log.pick("long_prefill_token_threshold", args.long_prefill_token_threshold, 0, "")
+    log.pick("scheduling_policy", args.scheduling_policy, "fcfs", "")
+    overlap = log.pick(
+        "async_scheduling", args.async_scheduling, True, "planning hides behind the running step"
+    )
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        policy=args.scheduling_policy,
+        async_scheduling=overlap,
+    )
+
+
+def _resolve_cache(args: EngineArgs, log: _Log) -> CacheConfig:
+    _integer("block_size", args.block_size, 1)
+    if not 0.0 < args.gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization={args.gpu_memory_utilization} is not in (0, 1]")
+    if args.kv_cache_memory_bytes is not None:
+        _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1)
+    if args.num_gpu_blocks_override is not None:
+        _integer("num_gpu_blocks_override", args.num_gpu_blocks_override, 2)
+    log.pick("block_size", args.block_size, 16, "")
+    log.pick("enable_prefix_caching", args.enable_prefix_caching, True, "")
+    return CacheConfig(
+        block_size=args.block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        num_blocks_override=args.num_gpu_blocks_override,
+    )
+
+
+def size_kv_pool(
+    config: EngineConfig, block_bytes: int, available_bytes: int
+) -> tuple[int, Decision]:
+    """Blocks of the pool, the null block included, given the memory left after a full-size step.
+
+    block_bytes: one block over all layers. Raises ConfigError with what would fit.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    if cache.num_blocks_override is not None:
+        return cache.num_blocks_override, Decision(
+            "kv_pool", f"{cache.num_blocks_override} blocks", "num_gpu_blocks_override"
+        )
+    blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
+    useful = scheduler.max_num_seqs * blocks_per_request + 1
+    if cache.kv_cache_memory_bytes is not None:
+        size, reason = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        size = int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * available_bytes))
+        reason = f"half of {available_bytes / 2**30:.1f} GiB free, at most 4 GiB"
+    fitting = size // block_bytes
+    if fitting < 2:
+        raise ConfigError(
+            f"no KV cache fits: one block of {cache.block_size} tokens takes {block_bytes} bytes and "
+            f"{size} are there ({reason}); two blocks are the least"
+        )
+    num_blocks = min(fitting, useful)
+    if num_blocks == useful:
+        reason = "all that max_num_seqs requests of max_model_len can use"
+    tokens = (num_blocks - 1) * cache.block_size
+    return num_blocks, Decision("kv_pool", f"{num_blocks} blocks, {tokens} tokens", reason)
+
+
+def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineConfig:
+    """The config once the pool is known: one context limit for admission and for everything else."""
+    capacity = (num_blocks - 1) * config.cache.block_size
+    decisions = [*config.decisions, pool]
+    scheduler = config.scheduler
+    if capacity < scheduler.max_model_len:
+        decisions.append(
+            Decision("max_model_len", str(capacity), "lowered to what the KV pool can hold")
+        )
+        scheduler = dataclasses.replace(scheduler, max_model_len=capacity)
+    return dataclasses.replace(config, scheduler=scheduler, decisions=tuple(decisions))
+
+
+def _integer(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")

@@ -1,0 +1,74 @@
+"""ForwardBatch: the tensors of one step, flattened over requests, made on the device from the slots.
+
+The host knows only upper bounds of positions while steps are in flight; everything exact (positions,
+input ids, slot mapping, sequence lengths) is computed here from device state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.attention.base import CommonAttentionMetadata
+from octavo.worker.request_slots import RequestSlots
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step. T tokens of R requests; S of them get logits and a sampled token."""
+
+    request_ids: list[str]
+    slots: torch.Tensor
+    """(R,) int64 request slot of each request."""
+    input_ids: torch.Tensor
+    """(T,) int64."""
+    positions: torch.Tensor
+    """(T,) int64 absolute positions."""
+    query_lens: torch.Tensor
+    """(R,) int64 tokens of each request in this step."""
+    logits_indices: torch.Tensor
+    """(S,) int64 rows of the hidden states that are sampled."""
+    sampling_rows: torch.Tensor
+    """(S,) int64 index into the R requests for each sampled row."""
+    common: CommonAttentionMetadata
+    attention: Any
+    """What the attention backend built from `common`."""
+
+
+def build_common_metadata(
+    slots: RequestSlots, rows: torch.Tensor, query_lens: list[int], seq_lens: list[int], block_size: int
+) -> tuple[CommonAttentionMetadata, torch.Tensor]:
+    """Positions and cache slots of a step.
+
+    rows: (R,) int64 request slots; query_lens, seq_lens: R ints, the latter an upper bound.
+    Returns the metadata and the input ids (T,) int64.
+    """
+    device = rows.device
+    lens = torch.tensor(query_lens, dtype=torch.int64, device=device)
+    query_start_loc = torch.zeros(len(query_lens) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lens, 0, out=query_start_loc[1:])
+    computed = slots.num_computed_tokens[rows].to(torch.int64)
+    request_of_token = torch.repeat_interleave(
+        torch.arange(len(query_lens), device=device), lens, output_size=sum(query_lens)
+    )
+    offsets = torch.arange(sum(query_lens), device=device) - query_start_loc[request_of_token]
+    positions = computed[request_of_token] + offsets
+    row_of_token = rows[request_of_token]
+    input_ids = slots.token_ids[row_of_token, positions].to(torch.int64)
+    block_ids = slots.block_table[row_of_token, positions // block_size].to(torch.int64)
+    max_seq_len = max(seq_lens)
+    num_blocks = -(-max_seq_len // block_size)
+    common = CommonAttentionMetadata(
+        query_start_loc=query_start_loc.to(torch.int32),
+        seq_lens=(computed + lens).to(torch.int32),
+        block_tables=slots.block_table[rows, :num_blocks],
+        slot_mapping=block_ids * block_size + positions % block_size,
+        positions=positions,
+        max_query_len=max(query_lens),
+        max_seq_len=max_seq_len,
+        query_lens_cpu=query_lens,
+        seq_lens_cpu=seq_lens,
+    )
+    return common, input_ids

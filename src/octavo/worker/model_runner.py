@@ -1,0 +1,202 @@
+"""One step on one rank: plan -> slots -> ForwardBatch -> hidden states -> logits -> sampled tokens.
+
+`launch` only queues device work and returns; `LaunchedStep.collect` waits for it and makes plain data.
+Nothing that the next launch needs passes through `collect`: sampled tokens are written into the
+request slots on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.config.engine import EngineConfig
+from octavo.core.request import EngineRequest
+from octavo.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.models.decoder import DecoderModel
+from octavo.outputs import TokenLogprobs
+from octavo.sample.sampler import Sampler, SamplerOutput
+from octavo.sample.state import SamplingState
+from octavo.worker.forward_batch import ForwardBatch, build_common_metadata
+from octavo.worker.prompt_scores import PromptScorer
+from octavo.worker.request_slots import RequestSlots
+
+
+@dataclass(slots=True)
+class _Resident:
+    """What the host remembers of a request in a slot."""
+
+    engine_request: EngineRequest
+    num_computed_tokens: int
+    """Upper bound after all launched steps."""
+    next_score: int
+    """First prompt position whose score is owed."""
+
+    @property
+    def num_top(self) -> int | None:
+        return self.engine_request.sampling_params.prompt_logprobs
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.engine_request.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step whose device work is queued."""
+
+    step_id: int
+    request_ids: list[str] = field(default_factory=list)
+    """Requests of the sampled rows, in row order."""
+    sampled: SamplerOutput | None = None
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the device and return plain data."""
+        output = ModelRunnerOutput(self.step_id, prompt_logprobs=self.prompt_logprobs)
+        if self.sampled is None:
+            return output
+        token_ids = self.sampled.token_ids.tolist()
+        for row, request_id in enumerate(self.request_ids):
+            if row in self.sampled.errors:
+                output.errors[request_id] = self.sampled.errors[row]
+                continue
+            output.sampled_token_ids[request_id] = [token_ids[row]]
+            if row in self.sampled.logprobs:
+                output.logprobs[request_id] = [self.sampled.logprobs[row]]
+        return output
+
+
+class ModelRunner:
+    """Owns the request slots and sampling state of one rank; the KV cache is given."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        kv_caches: list[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        scheduler, self._block_size = config.scheduler, config.cache.block_size
+        self._model, self._backend, self._kv_caches = model, backend, kv_caches
+        self._device = device
+        self.slots = RequestSlots(
+            scheduler.max_num_seqs, scheduler.max_model_len, self._block_size, device
+        )
+        self._sampling = SamplingState(scheduler.max_num_seqs, config.model.vocab_size, device)
+        self._sampler = Sampler()
+        num_slots = kv_caches[0].shape[0] * self._block_size
+        self._scorer = PromptScorer(
+            model, num_slots, config.model.hidden_size, getattr(torch, config.model.dtype)
+        )
+        self._residents: dict[str, _Resident] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        """Queue one step. An exception leaves the slots consistent for the next plan."""
+        for slot in self.slots.update(plan):
+            self._sampling.remove(slot)
+        for request_id in plan.removed_request_ids:
+            self._residents.pop(request_id, None)
+        for new in plan.new_requests:
+            self._admit(new)
+        if not plan.num_scheduled_tokens:
+            return LaunchedStep(plan.step_id)
+        batch = self._prepare(plan)
+        hidden = self._model.forward(
+            batch.input_ids, batch.positions, self._kv_caches, batch.attention
+        )
+        self.slots.num_computed_tokens.index_add_(
+            0, batch.slots, batch.query_lens.to(torch.int32)
+        )
+        scores = self._score_prompts(plan, batch, hidden)
+        request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
+        sampled = self._sample(batch, hidden) if request_ids else None
+        return LaunchedStep(plan.step_id, request_ids, sampled, scores)
+
+    def _admit(self, new: NewRequestData) -> None:
+        self._sampling.add(self.slots.slot_of[new.request_id], new.engine_request)
+        self._residents[new.request_id] = _Resident(
+            new.engine_request, new.num_computed_tokens, max(1, new.score_start)
+        )
+
+    def _prepare(self, plan: SchedulerOutput) -> ForwardBatch:
+        request_ids = list(plan.num_scheduled_tokens)
+        query_lens = list(plan.num_scheduled_tokens.values())
+        seq_lens = []
+        for request_id, query_len in plan.num_scheduled_tokens.items():
+            resident = self._residents[request_id]
+            resident.num_computed_tokens += query_len
+            seq_lens.append(resident.num_computed_tokens)
+        rows = torch.tensor(
+            [self.slots.slot_of[request_id] for request_id in request_ids], device=self._device
+        )
+        common, input_ids = build_common_metadata(
+            self.slots, rows, query_lens, seq_lens, self._block_size
+        )
+        sampling_rows = torch.tensor(
+            [row for row, name in enumerate(request_ids) if name in plan.sampling_requests],
+            dtype=torch.int64,
+            device=self._device,
+        )
+        return ForwardBatch(
+            request_ids=request_ids,
+            slots=rows,
+            input_ids=input_ids,
+            positions=common.positions,
+            query_lens=torch.tensor(query_lens, device=self._device),
+            logits_indices=common.query_start_loc[1:][sampling_rows].to(torch.int64) - 1,
+            sampling_rows=sampling_rows,
+            common=common,
+            attention=self._backend.build_metadata(common),
+        )
+
+    def _sample(self, batch: ForwardBatch, hidden: torch.Tensor) -> SamplerOutput:
+        logits = self._model.compute_logits(hidden[batch.logits_indices])
+        rows = batch.slots[batch.sampling_rows]
+        num_tokens = self.slots.num_tokens[rows].to(torch.int64)
+        sampled = self._sampler.sample(
+            logits,
+            rows,
+            self._sampling,
+            self.slots.token_ids,
+            num_tokens,
+            self.slots.num_prompt_tokens[rows].to(torch.int64),
+        )
+        self.slots.token_ids[rows, num_tokens] = sampled.token_ids.to(torch.int32)
+        self.slots.num_tokens[rows] += 1
+        return sampled
+
+    def _score_prompts(
+        self, plan: SchedulerOutput, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Scores that this step makes possible, for the requests that ask for them."""
+        scores: dict[str, list[TokenLogprobs]] = {}
+        start = 0
+        for request_id, query_len in plan.num_scheduled_tokens.items():
+            end = start + query_len
+            resident = self._residents[request_id]
+            if resident.num_top is not None:
+                self._scorer.keep(hidden[start:end], batch.common.slot_mapping[start:end])
+                if positions := self._positions_to_score(resident):
+                    scores[request_id] = self._score(request_id, positions, resident.num_top)
+            start = end
+        return scores
+
+    def _positions_to_score(self, resident: _Resident) -> range:
+        end = min(resident.num_computed_tokens + 1, resident.num_prompt_tokens)
+        positions = range(resident.next_score, end)
+        resident.next_score = max(resident.next_score, end)
+        return positions
+
+    def _score(self, request_id: str, positions: range, num_top: int) -> list[TokenLogprobs]:
+        slot = self.slots.slot_of[request_id]
+        targets = torch.arange(positions.start, positions.stop, device=self._device)
+        sources = targets - 1
+        blocks = self.slots.block_table[slot, sources // self._block_size].to(torch.int64)
+        kv_slots = blocks * self._block_size + sources % self._block_size
+        next_tokens = self.slots.token_ids[slot, targets].to(torch.int64)
+        return self._scorer.score(kv_slots, next_tokens, num_top)

@@ -1,0 +1,97 @@
+"""Request slots: the device's own copy of every running request's state, in rows that never move.
+
+All integer state lives in one int32 arena; a step's changes are (index, value) pairs staged in one
+host buffer and applied by one scatter, so a plan costs one copy whatever it contains. Sampled tokens
+are written by the device itself and never pass through the host before the next step reads them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.core.scheduler_output import NewRequestData, SchedulerOutput
+
+
+class RequestSlots:
+    """State of up to `max_num_seqs` requests; attributes are views into the arena.
+
+    token_ids: (max_num_seqs, max_model_len) int32, prompt and output so far.
+    block_table: (max_num_seqs, max_blocks) int32, rows padded with the null block 0.
+    num_tokens, num_computed_tokens, num_prompt_tokens: (max_num_seqs,) int32.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.max_blocks = -(-max_model_len // block_size)
+        widths = [max_model_len, self.max_blocks, 1, 1, 1]
+        sizes = [max_num_seqs * width for width in widths]
+        self._starts = [0, *np.cumsum(sizes).tolist()]
+        self._widths = widths
+        self.arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        views = [
+            self.arena[start : start + size] for start, size in zip(self._starts, sizes, strict=False)
+        ]
+        self.token_ids = views[0].view(max_num_seqs, max_model_len)
+        self.block_table = views[1].view(max_num_seqs, self.max_blocks)
+        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = views[2:]
+        self.slot_of: dict[str, int] = {}
+        self._num_blocks_of: dict[str, int] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a request."""
+        return len(self._free)
+
+    def update(self, plan: SchedulerOutput) -> list[int]:
+        """Free, admit and extend rows as the plan says. Returns the slots that were freed.
+
+        Rows are booked before anything is written, so a later failure of the step leaves the
+        bookkeeping right for the next plan.
+        """
+        freed = []
+        for request_id in plan.removed_request_ids:
+            slot = self.slot_of.pop(request_id, None)
+            if slot is not None:
+                del self._num_blocks_of[request_id]
+                self._free.append(slot)
+                freed.append(slot)
+        for new in plan.new_requests:
+            self.slot_of[new.request_id] = self._free.pop()
+            self._num_blocks_of[new.request_id] = len(new.block_ids)
+        writes = [write for new in plan.new_requests for write in self._admission(new)]
+        for request_id, block_ids in plan.new_block_ids.items():
+            start = self._num_blocks_of[request_id]
+            writes.append((self._index(1, self.slot_of[request_id]) + start, block_ids))
+            self._num_blocks_of[request_id] = start + len(block_ids)
+        self._apply(writes)
+        return freed
+
+    def _index(self, field: int, slot: int) -> int:
+        return int(self._starts[field]) + slot * self._widths[field]
+
+    def _admission(self, new: NewRequestData) -> list[tuple[int, list[int]]]:
+        slot = self.slot_of[new.request_id]
+        return [
+            (self._index(0, slot), new.token_ids),
+            (self._index(1, slot), new.block_ids),
+            (self._index(2, slot), [len(new.token_ids)]),
+            (self._index(3, slot), [new.num_computed_tokens]),
+            (self._index(4, slot), [len(new.engine_request.prompt_token_ids)]),
+        ]
+
+    def _apply(self, writes: list[tuple[int, list[int]]]) -> None:
+        if not writes:
+            return
+        lengths = [len(values) for _, values in writes]
+        total = sum(lengths)
+        staged = np.empty((2, total), dtype=np.int64)
+        position = 0
+        for (start, values), length in zip(writes, lengths, strict=True):
+            staged[0, position : position + length] = np.arange(start, start + length)
+            staged[1, position : position + length] = values
+            position += length
+        delta = torch.from_numpy(staged).to(self.arena.device, non_blocking=True)
+        self.arena.index_copy_(0, delta[0], delta[1].to(torch.int32))
