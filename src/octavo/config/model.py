@@ -1,10 +1,29 @@
-"""What a model is, as numbers: the only place that reads Hugging Face configs and GGUF metadata."""
+"""What a model is, as numbers: the only place that reads Hugging Face configs and GGUF metadata.
+
+Everything the other layers know about an architecture comes from a `ModelConfig`; a key that is
+missing, malformed or asks for something we do not build is refused here, by name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from octavo.config.kv_cache import KVCacheSpec
+from octavo.errors import ConfigError, ModelLoadError
+
+DType = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["safetensors", "gguf", "dummy"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ARCHITECTURES = ("LlamaForCausalLM",)
+ROPE_KINDS = ("default", "linear", "llama3")
+
+# GGUF says what the architecture is by its own short name.
+_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+_GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +32,17 @@ class RopeConfig:
 
     theta: float
     kind: str = "default"
+    """One of ROPE_KINDS."""
     factor: float = 1.0
+    """linear, llama3: how much longer the context is than the one trained on."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original / low_freq_factor are stretched fully."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original / high_freq_factor are left alone."""
+    original_max_position_embeddings: int = 8192
+    """llama3: context of the first training."""
+    frequency_divisors: tuple[float, ...] = ()
+    """Divides each frequency; how a GGUF file spells llama3 (tensor rope_freqs.weight)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +53,8 @@ class ModelConfig:
     """Hugging Face class name, e.g. LlamaForCausalLM."""
     path: Path
     """Folder or .gguf file with the weights."""
-    load_format: Literal["safetensors", "gguf", "dummy"]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    load_format: LoadFormat
+    dtype: DType
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -39,3 +68,290 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention_bias: bool = False
+    """Biases on q, k, v and o."""
+    mlp_bias: bool = False
+    """Biases on gate, up and down."""
+
+    @classmethod
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        path: Path,
+        load_format: LoadFormat,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ) -> ModelConfig:
+        """Read a Hugging Face config.json.
+
+        `dtype` auto means the config's own (float32 if it names none). Raises ModelLoadError for an
+        architecture or feature we do not build, ConfigError for a missing or bad field.
+        """
+        architecture = _architecture(config)
+        read = _Reader(config, str(path))
+        for key, harmless in _UNSUPPORTED.items():
+            value = config.get(key)
+            if value is not None and value not in harmless:
+                raise ModelLoadError(f"{path}: {key}={value!r} is not supported")
+        hidden_size, num_heads = read.count("hidden_size"), read.count("num_attention_heads")
+        num_kv_heads = read.count("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+        if config.get("head_dim") is None and hidden_size % num_heads:
+            raise read.error("head_dim", f"missing, and hidden_size/{num_heads} is no integer")
+        head_dim = read.count("head_dim", default=hidden_size // num_heads)
+        if head_dim % 2:
+            raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+        bos = config.get("bos_token_id")
+        return cls(
+            architecture=architecture,
+            path=path,
+            load_format=load_format,
+            dtype=_dtype(dtype, config),
+            vocab_size=read.count("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.count("intermediate_size"),
+            num_layers=read.count("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=read.number("rms_norm_eps"),
+            rope=_rope(config, read),
+            max_position_embeddings=read.count("max_position_embeddings"),
+            tie_word_embeddings=read.flag("tie_word_embeddings"),
+            bos_token_id=bos[0] if isinstance(bos, list) and bos else bos,
+            eos_token_ids=_token_ids(config.get("eos_token_id"), "eos_token_id"),
+            attention_bias=read.flag("attention_bias"),
+            mlp_bias=read.flag("mlp_bias"),
+        )
+
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        tensor_types: Mapping[str, str],
+        path: Path,
+        load_format: LoadFormat = "gguf",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        frequency_divisors: Sequence[float] = (),
+    ) -> ModelConfig:
+        """Read the metadata of a GGUF file by way of the same checks as `from_hf`.
+
+        `tensor_types`: tensor name -> GGML type name ("Q4_1"); it decides tied embeddings and dtype
+        auto (quantised: bfloat16). `frequency_divisors`: content of rope_freqs.weight, if any.
+        """
+        name = metadata.get("general.architecture")
+        if name not in _GGUF_ARCHITECTURES:
+            supported = ", ".join(_GGUF_ARCHITECTURES)
+            raise ModelLoadError(
+                f"{path}: general.architecture={name!r} is not supported (supported: {supported})"
+            )
+
+        def get(key: str) -> Any:
+            return metadata.get(f"{name}.{key}")
+
+        rotated = get("rope.dimension_count")
+        head_dim = get("attention.key_length") or rotated
+        if rotated is not None and rotated != head_dim:
+            raise ModelLoadError(f"{path}: {name}.rope.dimension_count={rotated} is not head_dim")
+        kind = get("rope.scaling.type") or "none"
+        scaling = {"rope_type": "default" if kind == "none" else kind}
+        if kind != "none":
+            scaling["factor"] = get("rope.scaling.factor")
+        types = {kind for tensor, kind in tensor_types.items() if tensor.endswith(".weight")}
+        quantised = bool(types - set(_GGUF_FLOATS))
+        stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
+        tokens = metadata.get("tokenizer.ggml.tokens", ())
+        config = cls.from_hf(
+            {
+                "architectures": [_GGUF_ARCHITECTURES[name]],
+                "vocab_size": get("vocab_size") or len(tokens) or None,
+                "hidden_size": get("embedding_length"),
+                "intermediate_size": get("feed_forward_length"),
+                "num_hidden_layers": get("block_count"),
+                "num_attention_heads": get("attention.head_count"),
+                "num_key_value_heads": get("attention.head_count_kv"),
+                "head_dim": head_dim,
+                "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+                "rope_theta": get("rope.freq_base"),
+                "rope_scaling": scaling,
+                "max_position_embeddings": get("context_length"),
+                "tie_word_embeddings": "output.weight" not in tensor_types,
+                "attention_bias": "blk.0.attn_q.bias" in tensor_types,
+                "mlp_bias": "blk.0.ffn_up.bias" in tensor_types,
+                "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+                "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+                "num_experts": get("expert_count"),
+                "dtype": "bfloat16" if quantised else stored,
+            },
+            path,
+            load_format,
+            dtype,
+        )
+        divisors = tuple(float(value) for value in frequency_divisors)
+        if divisors and len(divisors) != config.head_dim // 2:
+            raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
+        return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight, and of one number in the KV cache."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of one decoder layer: q, k, v, o, gate, up, down, biases and two norms."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * kv)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        biases = self.attention_bias * (query + 2 * kv + self.hidden_size)
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return attention + mlp + biases + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it."""
+        vocab = self.vocab_size * self.hidden_size
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * self.num_layer_parameters + self.hidden_size + heads * vocab
+
+    @property
+    def weight_bytes(self) -> int:
+        """num_parameters x bytes of the dtype."""
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def flops_per_token(self, context: int) -> int:
+        """FLOPs to run one token that attends to `context` keys, logits included.
+
+        2 x (weights of all layers + vocab_size x hidden_size)
+        + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
+        Norms, rotary embedding, softmax and activations are left out: below 1 %.
+        """
+        matrices = self.num_layers * (self.num_layer_parameters - 2 * self.hidden_size)
+        logits = self.vocab_size * self.hidden_size
+        attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
+        return 2 * (matrices + logits) + attention
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Shape of one layer's K/V blocks; all layers are equal."""
+        return KVCacheSpec(block_size, self.num_kv_heads, self.head_dim, self.dtype_bytes)
+
+
+# Key -> values that change nothing. Any other value asks for arithmetic we do not have.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "quantization_config": (),
+    "sliding_window": (),
+    "partial_rotary_factor": (1, 1.0),
+    "per_layer_config": ({}, []),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+}
+
+
+class _Reader:
+    """Typed access to config keys; every complaint names the key and the file."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def error(self, key: str, text: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {key}: {text}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer. Per-layer lists are refused: all layers must be alike."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "missing")
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+            raise self.error(key, f"differs per layer ({value!r}), which is not supported")
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.error(key, f"{value!r} is not a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"{value!r} is not a number")
+        if not 0 < value < float("inf"):
+            raise self.error(key, f"{value!r} is not positive and finite")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """A boolean; missing or null is False."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, f"{value!r} is not true or false")
+        return bool(value)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ConfigError("architectures: missing; is this the config.json of a language model?")
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    supported = ", ".join(ARCHITECTURES)
+    raise ModelLoadError(f"architectures={names} is not supported (supported: {supported})")
+
+
+def _dtype(asked: str, config: Mapping[str, Any]) -> DType:
+    name = asked
+    if asked == "auto":
+        # transformers 5 writes "dtype", older versions "torch_dtype".
+        name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name == "float32" or name == "bfloat16" or name == "float16":
+        return name
+    raise ConfigError(f"dtype: {name!r} is not one of {', '.join(DTYPE_BYTES)}")
+
+
+def _token_ids(value: Any, key: str) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
+        raise ConfigError(f"{key}: {value!r} is not a token id or a list of them")
+    return tuple(values)
+
+
+def _rope(config: Mapping[str, Any], read: _Reader) -> RopeConfig:
+    """Rope from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(key) or {}
+    if not isinstance(scaling, Mapping):
+        raise read.error(key, f"{scaling!r} is not an object")
+    kind, legacy = scaling.get("rope_type"), scaling.get("type")
+    if kind is not None and legacy is not None and kind != legacy:
+        raise read.error(key, f"rope_type={kind!r} and type={legacy!r} disagree")
+    kind = kind or legacy or ("default" if "factor" not in scaling else None)
+    if kind not in ROPE_KINDS:
+        supported = ", ".join(ROPE_KINDS)
+        raise ModelLoadError(
+            f"{read.where}: {key}: kind {kind!r} is not supported (supported: {supported})"
+        )
+    inner = _Reader(scaling, f"{read.where}: {key}")
+    theta = inner.number("rope_theta", default=read.number("rope_theta", default=10000.0))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, inner.number("factor"))
+    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    if low >= high:
+        raise inner.error("low_freq_factor", f"{low} must be below high_freq_factor={high}")
+    return RopeConfig(
+        theta,
+        kind,
+        inner.number("factor"),
+        low,
+        high,
+        inner.count("original_max_position_embeddings"),
+    )

@@ -48,7 +48,9 @@ def make_args(settings: dict[str, Any]) -> EngineArgs:
     """EngineArgs from keyword arguments; unknown names and wrong kinds raise ConfigError."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(set(settings) - known):
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
     args = EngineArgs(**settings)
     for name, hint in get_type_hints(EngineArgs).items():
         value = getattr(args, name)
@@ -89,7 +91,9 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> Sched
     _integer("long_prefill_token_threshold", args.long_prefill_token_threshold, 0)
     max_model_len = log.pick("max_model_len", args.max_model_len, limit, "the model's context")
     if max_model_len > limit:
-        raise ConfigError(f"max_model_len={max_model_len} is more than the model's context of {limit}")
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the model's context of {limit}"
+        )
     max_num_seqs = log.pick("max_num_seqs", args.max_num_seqs, 64, "default on a CPU")
     budget = log.pick(
         "max_num_batched_tokens",
@@ -166,6 +170,13 @@ def size_kv_pool(
         reason = "all that max_num_seqs requests of max_model_len can use"
     tokens = (num_blocks - 1) * cache.block_size
     return num_blocks, Decision("kv_pool", f"{num_blocks} blocks, {tokens} tokens", reason)
+
+
+def estimate_pool(config: EngineConfig, available_bytes: int) -> tuple[int, Decision]:
+    """`size_kv_pool` before anything is loaded: weights are subtracted, activations are not."""
+    specs = config.model.kv_cache_specs(config.cache.block_size)
+    left = available_bytes - config.model.weight_bytes()
+    return size_kv_pool(config, sum(spec.block_bytes for spec in specs), max(0, left))
 
 
 def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineConfig:

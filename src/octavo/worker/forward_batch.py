@@ -38,7 +38,11 @@ class ForwardBatch:
 
 
 def build_common_metadata(
-    slots: RequestSlots, rows: torch.Tensor, query_lens: list[int], seq_lens: list[int], block_size: int
+    slots: RequestSlots,
+    rows: torch.Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_size: int,
 ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
     """Positions and cache slots of a step.
 

@@ -109,9 +109,7 @@ class ModelRunner:
         hidden = self._model.forward(
             batch.input_ids, batch.positions, self._kv_caches, batch.attention
         )
-        self.slots.num_computed_tokens.index_add_(
-            0, batch.slots, batch.query_lens.to(torch.int32)
-        )
+        self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
         scores = self._score_prompts(plan, batch, hidden)
         request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
         sampled = self._sample(batch, hidden) if request_ids else None

@@ -31,7 +31,8 @@ class RequestSlots:
         self._widths = widths
         self.arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         views = [
-            self.arena[start : start + size] for start, size in zip(self._starts, sizes, strict=False)
+            self.arena[start : start + size]
+            for start, size in zip(self._starts, sizes, strict=False)
         ]
         self.token_ids = views[0].view(max_num_seqs, max_model_len)
         self.block_table = views[1].view(max_num_seqs, self.max_blocks)

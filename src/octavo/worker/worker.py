@@ -32,7 +32,9 @@ class Worker:
 
         Raises ConfigError if not even one block of the asked size fits.
         """
-        budget = min(self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_model_len)
+        budget = min(
+            self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_model_len
+        )
         before = available_memory()
         self._run_dummy(budget)
         block_bytes = sum(spec.block_bytes for spec in self._specs)
@@ -63,7 +65,9 @@ class Worker:
         slots = RequestSlots(1, num_tokens, block_size, self._device)
         slots.block_table[0] = torch.arange(1, slots.max_blocks + 1, dtype=torch.int32)
         rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-        common, input_ids = build_common_metadata(slots, rows, [num_tokens], [num_tokens], block_size)
+        common, input_ids = build_common_metadata(
+            slots, rows, [num_tokens], [num_tokens], block_size
+        )
         kv_caches = self._allocate(slots.max_blocks + 1)
         hidden = self._model.forward(
             input_ids, common.positions, kv_caches, self._backend.build_metadata(common)

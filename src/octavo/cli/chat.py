@@ -1,0 +1,158 @@
+"""`octavo chat`: a conversation in the terminal, streamed; lines that begin with / are commands."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+from octavo.cli.options import (
+    SAMPLING_FIELDS,
+    add_engine_arguments,
+    add_model_argument,
+    add_sampling_arguments,
+    engine_settings,
+    sampling_params,
+)
+from octavo.errors import InvalidRequestError
+from octavo.llm import LLM
+from octavo.outputs import RequestOutput
+
+HELP = """/help            this list
+/system TEXT     set the system message and start anew
+/reset           forget the conversation
+/undo            drop the last question and answer
+/set NAME VALUE  change a sampling parameter, e.g. /set temperature 0
+/params          show the sampling parameters
+/stats           timing and cache use of the last answer
+/exit            leave (also Ctrl-D); Ctrl-C stops an answer"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    add_model_argument(parser)
+    parser.add_argument("--system", help="system message")
+    add_sampling_arguments(parser, max_tokens=None, temperature=0.7, top_p=0.95)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read lines until the end of input or /exit."""
+    params = sampling_params(args)
+    if params.n != 1:
+        raise InvalidRequestError("n", "a chat has one answer at a time")
+    with LLM(**engine_settings(args)) as llm:
+        session = Session(llm, params, args.system)
+        if sys.stdin.isatty():
+            print(f"{args.model}: type a message, or /help")
+        while (line := _read_line()) is not None:
+            if line.strip() == "/exit":
+                break
+            if line.strip():
+                session.handle(line.strip())
+    return 0
+
+
+class Session:
+    """One conversation and its settings."""
+
+    def __init__(self, llm: LLM, params: Any, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._last: RequestOutput | None = None
+        self.messages: list[dict[str, str]] = []
+        self._start(system)
+
+    def handle(self, line: str) -> None:
+        """One line of input: a command or a message. Errors are shown, the session goes on."""
+        try:
+            if line.startswith("/"):
+                self._command(line)
+            else:
+                self._answer(line)
+        except InvalidRequestError as error:
+            print(f"! {error}")
+
+    def _start(self, system: str | None) -> None:
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/help":
+            print(HELP)
+        elif name == "/reset":
+            system = self.messages[0] if self.messages[:1] else {"role": ""}
+            self._start(system["content"] if system["role"] == "system" else None)
+        elif name == "/system":
+            self._start(rest.strip() or None)
+        elif name == "/undo":
+            self.messages = self.messages[:-2] if len(self.messages) >= 2 else self.messages
+        elif name == "/set":
+            self._set(rest)
+        elif name == "/params":
+            for field in SAMPLING_FIELDS:
+                print(f"  {field} = {getattr(self._params, field)!r}")
+        elif name == "/stats":
+            print(describe(self._last) if self._last else "no answer yet")
+        else:
+            print(f"! no command {name}; /help lists them")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.strip().partition(" ")
+        if name not in SAMPLING_FIELDS or name in ("n", "stop"):
+            raise InvalidRequestError(name or "/set", "is not a sampling parameter that can be set")
+        self._params = dataclasses.replace(self._params, **{name: _parse(name, value.strip())})
+
+    def _answer(self, text: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        stream = self._llm.stream(self._llm.render_chat(asked), self._params)
+        answer = ""
+        try:
+            for output in stream:
+                piece = output.outputs[0].text
+                answer += piece
+                print(piece, end="", flush=True)
+                self._last = output
+        except KeyboardInterrupt:
+            stream.close()
+            print(" [stopped]", end="")
+        print()
+        if self._last is not None and (error := self._last.outputs[0].error):
+            print(f"! {error}")
+            return
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def describe(output: RequestOutput) -> str:
+    """Timing and cache use of one request, in one line."""
+    metrics = output.metrics
+    parts = [f"{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} from cache"]
+    if metrics is not None:
+        parts.append(f"{metrics.num_generation_tokens} output tokens")
+        if metrics.ttft is not None:
+            parts.append(f"first after {metrics.ttft * 1e3:.0f} ms")
+        if metrics.tpot is not None:
+            parts.append(f"then {1 / metrics.tpot:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+def _parse(name: str, text: str) -> Any:
+    if text.lower() in ("none", "true", "false"):
+        return {"none": None, "true": True, "false": False}[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise InvalidRequestError(name, f"{text!r} is not a value")
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""

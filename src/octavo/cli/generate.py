@@ -1,0 +1,102 @@
+"""`octavo generate`: complete prompts given as arguments, one a line in a file, or on stdin."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.options import (
+    add_engine_arguments,
+    add_model_argument,
+    add_sampling_arguments,
+    engine_settings,
+    sampling_params,
+)
+from octavo.errors import InvalidRequestError
+from octavo.llm import LLM
+from octavo.outputs import Logprob, RequestOutput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    add_model_argument(parser)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: read them from stdin")
+    parser.add_argument("--file", type=Path, help="a file with one prompt a line")
+    parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user message")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    add_sampling_arguments(parser, max_tokens=128)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0, or 1 if a request ended with an error."""
+    prompts = read_prompts(args)
+    params = sampling_params(args)
+    with LLM(**engine_settings(args)) as llm:
+        wrapped: Any = prompts
+        if args.chat:
+            wrapped = llm.render_chat([[{"role": "user", "content": text}] for text in prompts])
+        outputs = llm.generate(wrapped, params, use_tqdm=sys.stderr.isatty())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        print(json.dumps(as_json(prompt, output)) if args.json else as_text(prompt, output))
+    return int(any(completion.error for output in outputs for completion in output.outputs))
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Prompts from the arguments, the file or stdin. Raises InvalidRequestError if there are none."""
+    prompts = list(args.prompts)
+    if args.file is not None:
+        try:
+            prompts += [line for line in args.file.read_text("utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequestError("--file", f"cannot read {args.file}: {error}") from None
+    elif not prompts:
+        prompts = [line for line in sys.stdin.read().splitlines() if line]
+    if not prompts:
+        raise InvalidRequestError("PROMPT", "no prompt in the arguments, --file or stdin")
+    return prompts
+
+
+def as_text(prompt: str, output: RequestOutput) -> str:
+    """Prompt and completions for a person."""
+    parts = [f"> {prompt}"]
+    for completion in output.outputs:
+        parts.append(completion.text.strip() if completion.error is None else completion.error)
+    return "\n".join(parts) + "\n"
+
+
+def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
+    """The whole result as JSON values."""
+    metrics = output.metrics
+    return {
+        "prompt": prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "outputs": [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "logprobs": _scores(completion.logprobs),
+                "error": completion.error,
+            }
+            for completion in output.outputs
+        ],
+        "prompt_logprobs": _scores(output.prompt_logprobs),
+        "ttft_s": metrics.ttft if metrics else None,
+        "e2e_s": metrics.e2e if metrics else None,
+    }
+
+
+def _scores(entries: Any) -> list[dict[int, float] | None] | None:
+    if entries is None:
+        return None
+
+    def values(entry: dict[int, Logprob] | None) -> dict[int, float] | None:
+        return None if entry is None else {token: score.logprob for token, score in entry.items()}
+
+    return [values(entry) for entry in entries]

@@ -1,0 +1,62 @@
+"""`octavo info`: what a model is and what of it fits this machine, without loading its weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from octavo.cli.options import add_engine_arguments, add_model_argument, engine_settings
+from octavo.config.model import ModelConfig
+from octavo.config.resolve import DeviceFacts, estimate_pool, make_args, resolve
+from octavo.weights.checkpoint import load_model_config
+from octavo.worker.device import probe_device
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    add_model_argument(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts."""
+    settings = make_args(engine_settings(args))
+    model = load_model_config(settings)
+    facts = probe_device()
+    config = resolve(settings, model, facts)
+    num_blocks, pool = estimate_pool(config, facts.available_bytes)
+    rows = describe(model, facts)
+    rows["kv_pool"] = f"{pool.value} ({pool.reason})"
+    tokens = (num_blocks - 1) * config.cache.block_size
+    rows["requests_of_full_context"] = f"{tokens / config.scheduler.max_model_len:.1f}"
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            print(f"{name.replace('_', ' '):<{width}}  {value}")
+    return 0
+
+
+def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:
+    """Sizes and costs of the model on this machine, as printable values."""
+    context = model.max_position_embeddings
+    return {
+        "model": str(model.path),
+        "architecture": model.architecture,
+        "parameters": f"{model.num_parameters():,}",
+        "weights": f"{model.weight_bytes() / GIB:.2f} GiB as {model.dtype}",
+        "layers": f"{model.num_layers} of hidden size {model.hidden_size}, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, head_dim {model.head_dim}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "context": f"{context:,} tokens",
+        "kv_bytes_per_token": f"{model.kv_bytes_per_token():,}",
+        "flops_per_token": f"{model.flops_per_token(1) / 1e9:.2f} GFLOP at context 1, "
+        f"{model.flops_per_token(context) / 1e9:.2f} at {context:,}",
+        "machine": f"{facts.name}, {facts.num_threads} threads, "
+        f"{facts.available_bytes / GIB:.1f} GiB free",
+    }

@@ -1,0 +1,196 @@
+"""The offline facade: `LLM(model).generate(prompts, SamplingParams(...))`, in the names vLLM uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from octavo.config.resolve import make_args
+from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
+from octavo.outputs import RequestOutput, RequestOutputKind
+from octavo.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids` and, optionally, `cache_salt`."""
+
+
+class LLM:
+    """A model ready to generate. Use it as a context manager, or call `shutdown`.
+
+    model: a folder, a .gguf file or a Hugging Face id. Settings are those of
+    `octavo.config.engine.EngineArgs`, by vLLM's names; unknown ones raise ConfigError.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._engine: LLMEngine | None = None
+        self._ids = count()
+        self._engine = LLMEngine(make_args({"model": str(model), **settings}))
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The running engine. Raises EngineDeadError after shutdown."""
+        if self._engine is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts together; returns one RequestOutput a prompt, in order.
+
+        sampling_params: one for all or one a prompt. Every prompt is checked before any runs:
+        InvalidRequestError names the field. A request that fails while running ends with
+        finish_reason "error" and leaves the others alone.
+        """
+        finished = {}
+        ids = []
+        with tqdm(total=0, disable=not use_tqdm, desc="Requests", dynamic_ncols=True) as bar:
+            for output in self._run(
+                prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, ids
+            ):
+                bar.total = len(ids)
+                finished[output.request_id] = output
+                bar.update()
+        return [finished[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields news as they come, from all prompts interleaved.
+
+        request_id of an output is the index of its prompt, as a string. With DELTA each output
+        holds only what is new. Closing the iterator aborts what still runs.
+        """
+        ids: list[str] = []
+        for output in self._run(prompts, sampling_params, priority, output_kind, ids):
+            output.request_id = str(ids.index(output.request_id))
+            yield output
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Render conversations with the chat template, then `generate`.
+
+        messages: one conversation (a list of {"role", "content"}) or several.
+        """
+        prompts = self.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(
+        self, messages: Sequence[Any], *, chat_template: str | None = None, **options: Any
+    ) -> list[Prompt]:
+        """Prompts (token ids) of one or several conversations, ready for `generate`/`stream`."""
+        conversations = (
+            messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        )
+        template = self.engine.chat_template
+        if chat_template is not None:
+            template = template.with_source(chat_template)
+        tokenizer = self.get_tokenizer()
+        return [
+            tokenizer.encode(template.render(conversation, **options), add_special_tokens=False)
+            for conversation in conversations
+        ]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        if self.engine.tokenizer is None:
+            raise ConfigError("skip_tokenizer_init: this engine works on token ids only")
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while requests run."""
+        return self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory. May be called twice."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        output_kind: RequestOutputKind,
+        ids: list[str],
+    ) -> Iterator[RequestOutput]:
+        engine = self.engine
+        batch = _as_list(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
+        requests = list(zip(batch, params, priorities, strict=True))
+        for prompt, param, rank in requests:
+            engine.validate(prompt, param, rank)
+        try:
+            for prompt, param, rank in requests:
+                request_id = f"req-{next(self._ids)}"
+                engine.add_request(
+                    request_id, prompt, param, priority=rank, output_kind=output_kind
+                )
+                ids.append(request_id)
+            while engine.has_work():
+                yield from engine.step()
+        finally:
+            engine.abort(ids)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # one prompt of token ids
+    return batch  # type: ignore[arg-type]
+
+
+def _one_each(name: str, value: Any, number: int) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * number
+    if len(value) != number:
+        raise InvalidRequestError(name, f"{len(value)} given for {number} prompts")
+    return list(value)
