@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from octavo.sampling_params import RequestOutputKind as RequestOutputKind
+
 
 class FinishReason(StrEnum):
     """Why a completion ended."""

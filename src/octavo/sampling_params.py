@@ -8,12 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it says nothing more
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+
+
+class RequestOutputKind(StrEnum):
+    """What each RequestOutput of a request carries."""
+
+    CUMULATIVE = "cumulative"
+    """Everything so far, at every step."""
+    DELTA = "delta"
+    """Only what is new since the last one."""
+    FINAL_ONLY = "final_only"
+    """One output, when all completions have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class SamplingParams:
     """Strings whose token sequences may not be completed."""
     skip_special_tokens: bool = True
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """For streaming engines; LLM.generate always returns final outputs."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -114,6 +128,8 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequestError(name, f"must be true or false, not {value!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequestError("output_kind", f"{self.output_kind!r} is not a kind")
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")
 

@@ -1,0 +1,258 @@
+"""Prompts and parameters in, validated EngineRequests out.
+
+Owns every rule that needs the model: vocabulary, context length, engine limits. What passes here
+is in range for everything below. Each refusal is an InvalidRequestError that names the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config.engine import EngineConfig
+from octavo.core.request import EngineRequest
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequestError
+from octavo.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """One prompt, ready for the core."""
+
+    prompt_text: str | None
+    """None if the caller gave token ids only."""
+    engine_requests: list[EngineRequest]
+    """One a completion, in index order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """A checked prompt with its parameters, before it is split into completions."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+    params: SamplingParams
+    max_tokens: int
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+class InputProcessor:
+    """Turns what a caller wrote into EngineRequests.
+
+    Length rule: prompt plus at least one output token fit into max_model_len; a prompt of exactly
+    max_model_len tokens is accepted with max_tokens=0. max_tokens is cut to the room that is left
+    (all of it for None); min_tokens does not extend it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int | None = None
+    ) -> None:
+        """max_model_len: the effective limit, if it is less than the configured one."""
+        self._tokenizer = tokenizer
+        self._vocab_size = config.model.vocab_size
+        self._max_model_len = max_model_len or config.scheduler.max_model_len
+        self._max_logprobs = config.max_logprobs
+        self._seed = config.seed
+        self._counter = itertools.count()
+        eos = set(config.model.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self._eos_token_ids = tuple(sorted(i for i in eos if i < self._vocab_size))
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedInput:
+        """n EngineRequests: `request_id` itself for n=1, else `request_id/0`, `.../1` and so on."""
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError("request_id", f"must be non-empty text, not {request_id!r}")
+        resolved = self._resolve(prompt, params, priority)
+        params = resolved.params
+        if params.seed is not None:
+            seed = params.seed & _MASK64
+        else:
+            seed = split_seed(self._seed & _MASK64, next(self._counter))
+        # The prompt is scored once, by the first completion.
+        sibling_params = dataclasses.replace(params, prompt_logprobs=None)
+        requests = [
+            EngineRequest(
+                request_id=request_id if params.n == 1 else f"{request_id}/{i}",
+                prompt_token_ids=resolved.token_ids,
+                sampling_params=params if i == 0 else sibling_params,
+                seed=split_seed(seed, i),
+                eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
+                bad_words_token_ids=resolved.bad_words,
+                max_tokens=resolved.max_tokens,
+                arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+                priority=priority,
+                cache_salt=resolved.cache_salt,
+            )
+            for i in range(params.n)
+        ]
+        return ProcessedInput(resolved.text, requests)
+
+    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+        """Raise what `process` would raise; change nothing."""
+        self._resolve(prompt, params, priority)
+
+    def _resolve(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Resolved:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("sampling_params", f"must be SamplingParams, not {params!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError("priority", f"must be an integer, not {priority!r}")
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        max_tokens = self._room(len(token_ids), params.max_tokens)
+        params = self._check_logprobs(params)
+        self._check_token_ids(params)
+        bad_words = self._encode_bad_words(params)
+        self._check_something_is_left(params, bad_words)
+        return _Resolved(text, token_ids, cache_salt, params, max_tokens, bad_words)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text (if given), token ids, cache salt."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            prompt = {"prompt_token_ids": prompt}
+        elif not isinstance(prompt, Mapping):
+            raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {prompt!r}")
+        for key in prompt.keys() - _PROMPT_KEYS:
+            raise InvalidRequestError(str(key), "is not a part of a prompt that is supported")
+        text, given_ids, salt = (
+            prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt")
+        )
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {salt!r}")
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError("prompt", f"must be text, not {text!r}")
+        if given_ids is None:
+            if text is None:
+                raise InvalidRequestError("prompt", "neither prompt nor prompt_token_ids is given")
+            field, token_ids = "prompt", self._encode("prompt", text)
+        else:
+            field = "prompt_token_ids"
+            if isinstance(given_ids, str | bytes) or not isinstance(given_ids, Sequence):
+                raise InvalidRequestError(field, f"must be a list of integers, not {given_ids!r}")
+            token_ids = list(given_ids)
+        if not token_ids:
+            raise InvalidRequestError(field, "must not be empty")
+        self._check_ids(field, token_ids)
+        return text, token_ids, salt
+
+    def _room(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """The output limit. The prompt must leave room for one token, if one is wanted."""
+        room = self._max_model_len - num_prompt_tokens
+        if room < (0 if max_tokens == 0 else 1):
+            wanted = "" if max_tokens == 0 else " and at least one output token"
+            raise InvalidRequestError(
+                "prompt",
+                f"{num_prompt_tokens} prompt tokens{wanted} do not fit "
+                f"into max_model_len={self._max_model_len}",
+            )
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _check_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """Apply max_logprobs; -1 becomes the size of the vocabulary."""
+        return dataclasses.replace(
+            params,
+            logprobs=self._num_logprobs("logprobs", params.logprobs),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
+        )
+
+    def _num_logprobs(self, field: str, value: int | None) -> int | None:
+        if value is None:
+            return None
+        limit = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        wanted = self._vocab_size if value == -1 else value
+        if wanted > limit:
+            raise InvalidRequestError(
+                field, f"{value} asks for {wanted} a position; this engine allows {limit}"
+            )
+        return wanted
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        if self._tokenizer is None and params.stop:
+            raise InvalidRequestError("stop", "stop strings need a tokenizer")
+
+    def _check_ids(self, field: str, token_ids: Iterable[Any]) -> None:
+        limit = self._vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(field, f"token id {token_id!r} is not an integer")
+            if not 0 <= token_id < limit:
+                raise InvalidRequestError(
+                    field, f"token id {token_id} is outside the vocabulary of {limit}"
+                )
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(field, "text needs a tokenizer; this engine takes token ids")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise InvalidRequestError(field, f"is not valid Unicode: {exc.reason}") from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenised at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            bare = word.lstrip()
+            sequences = [tuple(self._encode("bad_words", f, False)) for f in (bare, " " + bare)]
+            sequences = [s for s in sequences if s]
+            if not bare or not sequences:
+                raise InvalidRequestError("bad_words", f"{word!r} has no token")
+            self._check_ids("bad_words", itertools.chain(*sequences))
+            found.update(dict.fromkeys(sequences))
+        # A sequence that ends in another one can never be completed anyway.
+        return tuple(
+            s for s in found if not any(len(t) < len(s) and s[-len(t) :] == t for t in found)
+        )
+
+    def _check_something_is_left(
+        self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Some token must be possible at every position, or sampling would have no answer."""
+        removed = {sequence[0] for sequence in bad_words if len(sequence) == 1}
+        removed |= {i for i, bias in (params.logit_bias or {}).items() if bias <= -100.0}
+        if params.min_tokens > 0:
+            removed |= set(params.stop_token_ids or ())
+            removed |= set() if params.ignore_eos else set(self._eos_token_ids)
+        allowed = params.allowed_token_ids
+        if allowed is not None and removed.issuperset(allowed):
+            raise InvalidRequestError(
+                "allowed_token_ids",
+                "bad_words, logit_bias or min_tokens remove every one of them",
+            )
+        if allowed is None and len(removed) >= self._vocab_size:
+            raise InvalidRequestError("bad_words", "the whole vocabulary is removed")
+
+
+def split_seed(seed: int, index: int) -> int:
+    """Stream `index` of a 64-bit seed: the finaliser of splitmix64 on seed + (index + 1) * golden.
+
+    Completion i of a request has split_seed(s, i), so it does not change with n. s is the
+    request's own seed, or split_seed(engine seed, number of unseeded requests before it).
+    """
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)

@@ -1,0 +1,206 @@
+"""What the engine did, in numbers: counters, histograms, throughput.
+
+Owns the definitions. TTFT: arrival to the first token of a request. ITL: each gap between two
+tokens of one completion; tokens that arrive together have gaps of 0 between them, so the gaps of a
+completion add up to last - first. TPOT: (last - first) / (n - 1) of a completion with n >= 2
+tokens. E2E: arrival to the end of a request. Times are seconds of time.monotonic().
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.core.scheduler_output import SchedulerStats
+from octavo.outputs import FinishReason, RequestMetrics
+
+# vLLM's bounds, with finer low ends: small models on a fast GPU answer within milliseconds.
+TTFT_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_TIME_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_TIME_BOUNDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+
+class Histogram:
+    """Counts of values by upper bound (value <= bound), with sum and count, as Prometheus has it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        """Per bucket, not cumulative; the last is over the largest bound."""
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """None before the first value."""
+        return self.sum / self.count if self.count else None
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "bounds": list(self.bounds),
+            "counts": list(self.counts),
+            "sum": self.sum,
+            "count": self.count,
+        }
+
+
+class WindowRate:
+    """Events per second over the last `window` seconds, or since the start if that is shorter."""
+
+    def __init__(self, window: float, start: float) -> None:
+        self._window = window
+        self._start = start
+        self._events: deque[tuple[float, int]] = deque()
+        self._total = 0
+
+    def add(self, now: float, number: int) -> None:
+        """Record events. `now` does not go backwards."""
+        if number:
+            self._events.append((now, number))
+            self._total += number
+        self._forget(now)
+
+    def rate(self, now: float) -> float:
+        """Events in (now - window, now], per second."""
+        self._forget(now)
+        span = min(self._window, now - self._start)
+        return self._total / span if span > 0 else 0.0
+
+    def _forget(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now - self._window:
+            self._total -= self._events.popleft()[1]
+
+
+@dataclass(slots=True)
+class CompletionTimes:
+    """When the tokens of one completion arrived."""
+
+    first: float | None = None
+    last: float | None = None
+    num_tokens: int = 0
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None with fewer than two."""
+        if self.first is None or self.last is None or self.num_tokens < 2:
+            return None
+        return (self.last - self.first) / (self.num_tokens - 1)
+
+
+@dataclass(slots=True)
+class _Histograms:
+    ttft_seconds: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
+    itl_seconds: Histogram = field(default_factory=lambda: Histogram(TOKEN_TIME_BOUNDS))
+    tpot_seconds: Histogram = field(default_factory=lambda: Histogram(TOKEN_TIME_BOUNDS))
+    e2e_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_TIME_BOUNDS))
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_TIME_BOUNDS))
+    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BOUNDS))
+    generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNT_BOUNDS))
+
+
+class EngineMetrics:
+    """Totals of one engine. The output processor and the engine's step feed it."""
+
+    def __init__(self, window: float = 10.0, start: float | None = None) -> None:
+        start = time.monotonic() if start is None else start
+        self.histograms = _Histograms()
+        self.finished: Counter[FinishReason] = Counter()
+        """Completions by reason."""
+        self.num_prompt_tokens = 0
+        """Prompt tokens of finished requests, cached ones included."""
+        self.num_generation_tokens = 0
+        self.num_steps = 0
+        self._stats: SchedulerStats | None = None
+        self._prefill_rate = WindowRate(window, start)
+        self._generation_rate = WindowRate(window, start)
+
+    def record_step(self, stats: SchedulerStats, now: float | None = None) -> None:
+        """After each step of the loop."""
+        self.num_steps += 1
+        self._stats = stats
+        self._prefill_rate.add(time.monotonic() if now is None else now, stats.num_prefill_tokens)
+
+    def record_tokens(self, times: CompletionTimes, number: int, now: float) -> None:
+        """`number` tokens of a completion arrived; `times` is brought up to date."""
+        if times.last is None:
+            times.first = now
+            self.histograms.itl_seconds.observe(0.0, number - 1)
+        else:
+            self.histograms.itl_seconds.observe(now - times.last)
+            self.histograms.itl_seconds.observe(0.0, number - 1)
+        times.last = now
+        times.num_tokens += number
+        self.num_generation_tokens += number
+        self._generation_rate.add(now, number)
+
+    def record_ttft(self, seconds: float) -> None:
+        """A request got its first token."""
+        self.histograms.ttft_seconds.observe(seconds)
+
+    def record_completion(self, times: CompletionTimes, reason: FinishReason) -> None:
+        """A completion ended."""
+        self.finished[reason] += 1
+        self.histograms.generation_tokens.observe(times.num_tokens)
+        if (tpot := times.tpot) is not None:
+            self.histograms.tpot_seconds.observe(tpot)
+
+    def record_request(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
+        """A request ended with all its completions."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.histograms.prompt_tokens.observe(num_prompt_tokens)
+        for histogram, value in (
+            (self.histograms.queue_seconds, metrics.queue_time),
+            (self.histograms.e2e_seconds, metrics.e2e),
+        ):
+            if value is not None:
+                histogram.observe(value)
+
+    def snapshot(self, now: float | None = None) -> dict[str, Any]:
+        """Everything as plain data: gauges, counters, rates (tokens per second), histograms."""
+        now = time.monotonic() if now is None else now
+        stats = self._stats
+        queries = stats.prefix_cache_queries if stats else 0
+        hits = stats.prefix_cache_hits if stats else 0
+        free = stats.num_free_blocks / stats.num_blocks if stats and stats.num_blocks else 1.0
+        return {
+            "num_running": stats.num_running if stats else 0,
+            "num_waiting": stats.num_waiting if stats else 0,
+            "kv_cache_usage": 1.0 - free,
+            "num_steps": self.num_steps,
+            "num_preemptions": stats.num_preemptions if stats else 0,
+            "prompt_tokens": self.num_prompt_tokens,
+            "generation_tokens": self.num_generation_tokens,
+            "completions": {reason.value: self.finished[reason] for reason in FinishReason},
+            "prefix_cache_queries": queries,
+            "prefix_cache_hits": hits,
+            "prefix_cache_hit_rate": hits / queries if queries else 0.0,
+            "prefill_tokens_per_second": self._prefill_rate.rate(now),
+            "generation_tokens_per_second": self._generation_rate.rate(now),
+            "histograms": {
+                name: getattr(self.histograms, name).snapshot() for name in _Histograms.__slots__
+            },
+        }

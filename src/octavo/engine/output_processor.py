@@ -1,0 +1,330 @@
+"""What the core produced, as RequestOutputs.
+
+Owns the front end's state of each live request: detokenizers, scores, times, and how the n
+completions come together under the request they belong to. News of unknown ids is ignored: with
+overlapped steps, tokens still arrive for a request that has just ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from octavo.core.request import EngineRequest
+from octavo.core.scheduler_output import EngineCoreOutput
+from octavo.engine.detokenizer import IncrementalDetokenizer
+from octavo.engine.metrics import CompletionTimes, EngineMetrics
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequestError
+from octavo.logging import get_logger
+from octavo.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+    TokenLogprobs,
+)
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Completion:
+    """One of the n completions."""
+
+    request_id: str
+    """The id that the core knows."""
+    parent: _ParentRequest
+    output: CompletionOutput
+    """Everything so far; its text stays empty until it is asked for."""
+    detokenizer: IncrementalDetokenizer | None
+    times: CompletionTimes = field(default_factory=CompletionTimes)
+    num_sent_tokens: int = 0
+    unsent_text: list[str] = field(default_factory=list)
+    changed: bool = False
+    """There is news since the last output."""
+    num_preemptions: int = 0
+
+    def cumulative(self) -> CompletionOutput:
+        """Everything so far, as a copy that later news does not change."""
+        out = self.output
+        return replace(
+            out,
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            token_ids=list(out.token_ids),
+            logprobs=None if out.logprobs is None else list(out.logprobs),
+        )
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last call."""
+        out, sent = self.output, self.num_sent_tokens
+        text = "".join(self.unsent_text)
+        self.unsent_text = []
+        self.num_sent_tokens = len(out.token_ids)
+        return replace(
+            out,
+            text=text,
+            token_ids=out.token_ids[sent:],
+            logprobs=None if out.logprobs is None else out.logprobs[sent:],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _ParentRequest:
+    """A request as the caller knows it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    kind: RequestOutputKind
+    metrics: RequestMetrics
+    completions: list[_Completion] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """True once every completion has ended."""
+        return all(c.output.finished for c in self.completions)
+
+    def make_output(self) -> RequestOutput | None:
+        """The output that is due now, if any."""
+        kind = self.kind
+        changed = [c for c in self.completions if c.changed]
+        if not changed or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+            return None
+        prompt_logprobs = self.prompt_logprobs
+        scored = len(prompt_logprobs or ())
+        if scored < len(self.prompt_token_ids) and not self.finished:
+            prompt_logprobs = None  # a sibling was faster than the completion that scores it
+        if kind is RequestOutputKind.DELTA:
+            outputs = [c.delta() for c in changed]
+            if prompt_logprobs is not None:
+                self.prompt_logprobs = None  # told once
+        else:
+            outputs = [c.cumulative() for c in self.completions]
+        for completion in changed:
+            completion.changed = False
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=replace(self.metrics),
+        )
+
+
+class OutputProcessor:
+    """Live requests of the front end. Not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics | None = None) -> None:
+        self.metrics = metrics or EngineMetrics()
+        self._tokenizer = tokenizer
+        self._parents: dict[str, _ParentRequest] = {}
+        self._completions: dict[str, _Completion] = {}
+        self._decoded: dict[int, str] = {}
+
+    def has_request(self, request_id: str) -> bool:
+        """True while the request, or a completion with this id, lives."""
+        return request_id in self._parents or request_id in self._completions
+
+    @property
+    def num_requests(self) -> int:
+        """Live requests."""
+        return len(self._parents)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_text: str | None,
+        engine_requests: Sequence[EngineRequest],
+        output_kind: RequestOutputKind | None = None,
+    ) -> None:
+        """Expect news of these completions. output_kind None: the one in the sampling params."""
+        ids = [request_id, *(r.request_id for r in engine_requests)]
+        if any(self.has_request(i) for i in ids):
+            raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+        first = engine_requests[0]
+        params = first.sampling_params
+        parent = _ParentRequest(
+            request_id=request_id,
+            prompt=prompt_text,
+            prompt_token_ids=first.prompt_token_ids,
+            kind=params.output_kind if output_kind is None else output_kind,
+            metrics=RequestMetrics(first.arrival_time),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        for index, request in enumerate(engine_requests):
+            output = CompletionOutput(index)
+            if params.logprobs is not None:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+            detokenizer = None
+            if self._tokenizer is not None and params.detokenize:
+                detokenizer = IncrementalDetokenizer(
+                    self._tokenizer, request.prompt_token_ids, params
+                )
+            completion = _Completion(request.request_id, parent, output, detokenizer)
+            parent.completions.append(completion)
+        self._parents[request_id] = parent
+        self._completions.update({c.request_id: c for c in parent.completions})
+
+    def process(
+        self, core_outputs: Iterable[EngineCoreOutput], now: float | None = None
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """Apply the news of a step. `now` defaults to time.monotonic().
+
+        Returns the outputs that are due, and ids of completions that ended here while the core
+        still runs them (a stop string): the core must abort these.
+        """
+        now = time.monotonic() if now is None else now
+        parents: dict[str, _ParentRequest] = {}
+        to_abort = []
+        for news in core_outputs:
+            completion = self._completions.get(news.request_id)
+            if completion is None:
+                continue
+            try:
+                self._apply(completion, news, now)
+            except Exception as exc:
+                # A bug met by one request must not end the others.
+                logger.exception("output of request %s failed", news.request_id)
+                completion.output.error = f"{type(exc).__name__}: {exc}"
+                if not completion.output.finished:
+                    self._finish(completion, FinishReason.ERROR, None, now)
+            if completion.output.finished and news.finish_reason is None:
+                to_abort.append(completion.request_id)
+            parents[completion.parent.request_id] = completion.parent
+        return self._outputs_of(parents.values()), to_abort
+
+    def abort(
+        self, request_ids: Iterable[str], now: float | None = None
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """End requests with what they have. Unknown ids are ignored.
+
+        Returns their last outputs and the ids of the completions that the core must abort.
+        """
+        now = time.monotonic() if now is None else now
+        parents: dict[str, _ParentRequest] = {}
+        to_abort = []
+        for request_id in request_ids:
+            parent = self._parents.get(request_id)
+            if parent is None:
+                continue
+            for completion in parent.completions:
+                if not completion.output.finished:
+                    if completion.detokenizer is not None:
+                        text = completion.detokenizer.update((), finished=True)
+                        completion.unsent_text.append(text)
+                    to_abort.append(completion.request_id)
+                    self._finish(completion, FinishReason.ABORT, None, now)
+            parents[request_id] = parent
+        return self._outputs_of(parents.values()), to_abort
+
+    def _outputs_of(self, parents: Iterable[_ParentRequest]) -> list[RequestOutput]:
+        outputs = []
+        for parent in parents:
+            if (output := parent.make_output()) is not None:
+                outputs.append(output)
+        return outputs
+
+    def _apply(self, completion: _Completion, news: EngineCoreOutput, now: float) -> None:
+        parent, metrics = completion.parent, completion.parent.metrics
+        completion.num_preemptions = news.num_preemptions
+        metrics.num_preemptions = sum(c.num_preemptions for c in parent.completions)
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = news.first_scheduled_time
+        if completion.output.index == 0:
+            parent.num_cached_tokens = news.num_cached_tokens
+            self._add_prompt_logprobs(parent, news.prompt_logprobs or ())
+        num_tokens = self._add_text(completion, news)
+        self._add_tokens(completion, news, num_tokens, now)
+        detokenizer = completion.detokenizer
+        if detokenizer is not None and detokenizer.stop_string is not None:
+            self._finish(completion, FinishReason.STOP, detokenizer.stop_string, now)
+        elif news.finish_reason is not None:
+            completion.output.error = news.error
+            self._finish(completion, news.finish_reason, news.stop_reason, now)
+
+    def _add_text(self, completion: _Completion, news: EngineCoreOutput) -> int:
+        """Returns how many of the new tokens count: all, or up to the end of a stop string."""
+        detokenizer = completion.detokenizer
+        if detokenizer is None:
+            return len(news.new_token_ids)
+        before = detokenizer.num_tokens
+        text = detokenizer.update(
+            news.new_token_ids,
+            stop_token=news.finish_reason is FinishReason.STOP,
+            finished=news.finish_reason is not None,
+        )
+        if text:
+            completion.unsent_text.append(text)
+            completion.changed = True
+        return detokenizer.num_tokens - before
+
+    def _add_tokens(
+        self, completion: _Completion, news: EngineCoreOutput, num_tokens: int, now: float
+    ) -> None:
+        if num_tokens == 0:
+            return
+        completion.changed = True
+        output, metrics = completion.output, completion.parent.metrics
+        output.token_ids += news.new_token_ids[:num_tokens]
+        if output.logprobs is not None:
+            assert output.cumulative_logprob is not None
+            assert news.logprobs is not None, "the core sent no scores"
+            for scores in news.logprobs[:num_tokens]:
+                output.logprobs.append(self._logprobs(scores))
+                output.cumulative_logprob += scores.logprobs[0]
+        self.metrics.record_tokens(completion.times, num_tokens, now)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            self.metrics.record_ttft(now - metrics.arrival_time)
+        metrics.last_token_time = now
+        metrics.num_generation_tokens += num_tokens
+
+    def _add_prompt_logprobs(self, parent: _ParentRequest, scores: Iterable[TokenLogprobs]) -> None:
+        if parent.prompt_logprobs is not None:
+            parent.prompt_logprobs += [self._logprobs(s) for s in scores]
+
+    def _finish(
+        self,
+        completion: _Completion,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        now: float,
+    ) -> None:
+        completion.output.finish_reason = reason
+        completion.output.stop_reason = stop_reason
+        completion.changed = True
+        del self._completions[completion.request_id]
+        self.metrics.record_completion(completion.times, reason)
+        parent = completion.parent
+        if parent.finished:
+            del self._parents[parent.request_id]
+            parent.metrics.finished_time = now
+            self.metrics.record_request(parent.metrics, len(parent.prompt_token_ids))
+
+    def _logprobs(self, scores: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the top k, each id once."""
+        result: dict[int, Logprob] = {}
+        ranks = chain((scores.rank,), range(1, len(scores.token_ids)))
+        for token_id, value, rank in zip(scores.token_ids, scores.logprobs, ranks, strict=True):
+            if token_id not in result:
+                result[token_id] = Logprob(value, rank, self._decode(token_id))
+        return result
+
+    def _decode(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._decoded.get(token_id)
+        if text is None:
+            text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            self._decoded[token_id] = text
+        return text
