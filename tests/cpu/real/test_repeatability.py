@@ -1,0 +1,83 @@
+"""A request's tokens and logprob bits depend on nothing but the request: real model, CPU.
+
+Every variant is compared with each request run alone on a cold engine without overlap.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.real.helpers import engine, fingerprint, params, prompts, run
+
+DTYPES = ["float32", "bfloat16"]
+CHUNKS = [7, 37, 64, 501]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def solo(dtype: str, smollm2_path: Path) -> list[Any]:
+    """Each request alone, cold, whole prompt in one step, no overlap."""
+    settings = {"async_scheduling": False, "enable_prefix_caching": False}
+    with engine(smollm2_path, dtype=dtype, max_num_batched_tokens=1024, **settings) as llm:
+        return [
+            fingerprint(llm.generate(prompt, param, use_tqdm=False)[0])
+            for prompt, param in zip(prompts(), params(), strict=True)
+        ]
+
+
+def test_seeded_and_greedy_requests_differ_from_each_other(solo: list[Any]) -> None:
+    """Guards the comparison itself: eight requests, eight different outputs."""
+    assert len({tokens for prints in solo for tokens, _ in prints}) == 8
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_batched_equals_solo(
+    overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path
+) -> None:
+    with engine(smollm2_path, dtype=dtype, async_scheduling=overlap) as llm:
+        assert run(llm) == solo
+
+
+def test_reordered_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
+    with engine(smollm2_path, dtype=dtype, enable_prefix_caching=False) as llm:
+        assert run(llm, (5, 3, 7, 0, 6, 2, 4, 1)) == solo
+        assert run(llm, (1, 3, 6)) == [solo[1], solo[3], solo[6]]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunked_equals_solo(
+    chunk: int, dtype: str, solo: list[Any], smollm2_path: Path
+) -> None:
+    with engine(
+        smollm2_path,
+        dtype=dtype,
+        long_prefill_token_threshold=chunk,
+        max_num_batched_tokens=max(chunk, 16),
+        enable_prefix_caching=False,
+    ) as llm:
+        assert run(llm) == solo
+
+
+def test_warm_equals_cold(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
+    with engine(smollm2_path, dtype=dtype) as llm:
+        assert run(llm) == solo
+        hits = llm.engine.core.stats().prefix_cache_hits
+        assert run(llm) == solo
+        assert llm.engine.core.stats().prefix_cache_hits > hits + 1000
+
+
+def test_preempted_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
+    """A pool that holds the longest request but not all of them forces preemptions."""
+    for overlap in (False, True):
+        with engine(
+            smollm2_path, dtype=dtype, num_gpu_blocks_override=36, async_scheduling=overlap
+        ) as llm:
+            assert run(llm) == solo
+            assert llm.engine.core.stats().num_preemptions > 0
