@@ -1,0 +1,170 @@
+"""Sampling settings by request slot: numbers in one device table, rare features in dicts.
+
+No penalty counts live here: they follow from the token history at each step, so nothing has to be
+rebuilt after a preemption or undone after a rejected draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+import torch
+from torch import Tensor
+
+from octavo.core.request import EngineRequest
+from octavo.sample.processors import NO_TOKEN
+from octavo.sampling_params import SamplingParams
+
+_FP32 = torch.finfo(torch.float32)
+
+
+class Feature(IntFlag):
+    """What the sampler has to do for a slot beyond taking the most likely token."""
+
+    RANDOM = 1
+    MIN_P = 2
+    TOP = 4
+    """top_k or top_p."""
+    REPETITION = 8
+    OUTPUT_PENALTY = 16
+    """Presence or frequency."""
+    BIAS = 32
+    ALLOWED = 64
+    BAD_WORDS = 128
+    MIN_TOKENS = 256
+    LOGPROBS = 512
+
+    @classmethod
+    def processors(cls) -> Feature:
+        """Features that change logits before temperature."""
+        return (
+            cls.REPETITION
+            | cls.OUTPUT_PENALTY
+            | cls.BIAS
+            | cls.ALLOWED
+            | cls.BAD_WORDS
+            | cls.MIN_TOKENS
+        )
+
+
+class Column(IntEnum):
+    """Columns of the table; float64 holds each of these values exactly."""
+
+    TEMPERATURE = 0
+    LOG_MIN_P = 1
+    TOP_K = 2
+    TOP_P = 3
+    REPETITION = 4
+    PRESENCE = 5
+    FREQUENCY = 6
+    MIN_TOKENS = 7
+    SEED_LOW = 8
+    SEED_HIGH = 9
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Token sequences of one request that may not be completed."""
+
+    prefixes: Tensor
+    """(words, longest prefix) int64, right-aligned, NO_TOKEN on the left."""
+    last: Tensor
+    """(words,) int64."""
+
+
+class SamplingState:
+    """Settings of the requests in the slots. A slot's entries are all replaced by add()."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.features = torch.zeros(max_num_seqs, dtype=torch.int64)
+        """(max_num_seqs,) on the host: Feature bits, 0 for an empty slot."""
+        self.table = torch.zeros(max_num_seqs, len(Column), dtype=torch.float64, device=self.device)
+        """(max_num_seqs, columns) on the device."""
+        self.logprobs: dict[int, int] = {}
+        """Slot -> top tokens to report, -1 for all; absent if logprobs were not asked for."""
+        self.bias: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slot -> token ids int64 and values fp32."""
+        self.allowed: dict[int, Tensor] = {}
+        self.bad_words: dict[int, BadWords] = {}
+        self.end_ids: dict[int, Tensor] = {}
+        """Slot -> EOS and stop tokens, int64, for slots with min_tokens."""
+
+    def add(self, slot: int, request: EngineRequest) -> None:
+        """Fill an empty slot. All token ids of the request are inside the vocabulary."""
+        self.remove(slot)
+        params = request.sampling_params
+        self.features[slot] = _features(params, request)
+        self.table[slot] = torch.tensor(_numbers(params, request.seed, self.vocab_size))
+        if params.logprobs is not None:
+            self.logprobs[slot] = params.logprobs
+        if params.logit_bias:
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            self.bias[slot] = self._ids(params.logit_bias), values.to(self.device)
+        if params.allowed_token_ids is not None:
+            self.allowed[slot] = self._ids(params.allowed_token_ids)
+        if request.bad_words_token_ids:
+            self.bad_words[slot] = self._bad_words(request.bad_words_token_ids)
+        if params.min_tokens > 0:
+            self.end_ids[slot] = self._ids({*request.eos_token_ids, *(params.stop_token_ids or ())})
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot; an empty slot stays empty."""
+        self.features[slot] = 0
+        for entries in (self.logprobs, self.bias, self.allowed, self.bad_words, self.end_ids):
+            entries.pop(slot, None)
+
+    def _ids(self, token_ids: Iterable[int]) -> Tensor:
+        ids = torch.tensor(list(token_ids), dtype=torch.int64)
+        assert bool(((ids >= 0) & (ids < self.vocab_size)).all()), "token id outside the vocabulary"
+        return ids.to(self.device)
+
+    def _bad_words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
+        longest = max(map(len, words)) - 1
+        prefixes = [[NO_TOKEN] * (longest - len(word) + 1) + list(word[:-1]) for word in words]
+        return BadWords(
+            torch.tensor(prefixes, dtype=torch.int64, device=self.device),
+            self._ids(word[-1] for word in words),
+        )
+
+
+def _features(params: SamplingParams, request: EngineRequest) -> Feature:
+    wanted = {
+        Feature.RANDOM: not params.greedy,
+        Feature.MIN_P: not params.greedy and params.min_p > 0,
+        Feature.TOP: not params.greedy and (params.top_k > 0 or params.top_p < 1),
+        Feature.REPETITION: params.repetition_penalty != 1,
+        Feature.OUTPUT_PENALTY: params.presence_penalty != 0 or params.frequency_penalty != 0,
+        Feature.BIAS: bool(params.logit_bias),
+        Feature.ALLOWED: params.allowed_token_ids is not None,
+        Feature.BAD_WORDS: bool(request.bad_words_token_ids),
+        Feature.MIN_TOKENS: params.min_tokens > 0,
+        Feature.LOGPROBS: params.logprobs is not None,
+    }
+    features = Feature(0)
+    for feature, is_wanted in wanted.items():
+        if is_wanted:
+            features |= feature
+    return features
+
+
+def _numbers(params: SamplingParams, seed: int, vocab_size: int) -> list[float]:
+    """One row of the table. Values beyond fp32 are brought into its range: inf would make NaN."""
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    numbers = {
+        Column.TEMPERATURE: min(params.temperature, _FP32.max),
+        Column.LOG_MIN_P: math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        Column.TOP_K: top_k,
+        Column.TOP_P: params.top_p,
+        Column.REPETITION: min(max(params.repetition_penalty, _FP32.tiny), _FP32.max),
+        Column.PRESENCE: params.presence_penalty,
+        Column.FREQUENCY: params.frequency_penalty,
+        Column.MIN_TOKENS: min(params.min_tokens, 2**31),
+        Column.SEED_LOW: seed & 0xFFFFFFFF,
+        Column.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF,
+    }
+    return [float(numbers[column]) for column in Column]
