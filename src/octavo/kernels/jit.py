@@ -89,6 +89,10 @@ def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DI
     return expand(source, name)
 
 
+def compile_flags(arch: str = ARCH, extra_flags: Iterable[str] = ()) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", *BASE_FLAGS, *extra_flags)
+
+
 def compile_source(
     source: str,
     *,
@@ -101,7 +105,7 @@ def compile_source(
 
     Raises KernelError with the compiler's log when NVRTC is missing or the source is wrong.
     """
-    flags = (f"--gpu-architecture={arch}", *BASE_FLAGS, *extra_flags)
+    flags = compile_flags(arch, extra_flags)
     inlined = inline_includes(source, name, root)
     cubin, ptx, log = _run_nvrtc(inlined, name, flags)
     return Compiled(arch, flags, inlined, cubin, ptx, log, parse_resources(log))

@@ -17,7 +17,7 @@ LADDER_DIR = Path(__file__).parent / "ladder"
 HEADER_FIELDS = ("Problem", "Idea", "Limiter", "Predicted", "Measured", "PTX")
 
 _CONSTANT = re.compile(r"^constexpr int ([A-Z][A-Z0-9_]*) = ([^;]+);", re.MULTILINE)
-_ENTRY = re.compile(r'extern "C" __global__ .*?\b(\w+)\(', re.DOTALL)
+_ENTRY = re.compile(r"extern \"C\" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(")
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -1,0 +1,147 @@
+"""Is a rung right? One problem against a float64 oracle, with every trap that we know of set.
+
+Inputs sit in NaN, so a read past an edge shows; the output is poisoned, so an unwritten element
+shows; and guard bytes around and between its rows show a write past an edge. Comparisons are
+written so that NaN fails them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from octavo.kernels import ops
+from octavo.kernels.matmul.registry import Rung
+
+_GUARD_ELEMENTS = 64  # before the first row and after the last one; keeps 128-byte alignment
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# A quiet NaN with a payload that no kernel produces.
+_POISON = {torch.bfloat16: (torch.int16, 0x7FD5), torch.float32: (torch.int32, 0x7FD5ABCD)}
+# Rounding to bf16 alone gives an error of 2^-9 / sqrt(3) of the norm; fp32 sums stay far below 1e-5.
+_GLOBAL_LIMIT = {"bf16": 2.5e-3, "fp32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One checked problem. `worst` is the largest error over its own element's tolerance."""
+
+    rung: str
+    m: int
+    n: int
+    k: int
+    finite: bool
+    guards_intact: bool
+    worst: float
+    relative_norm: float
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.finite
+            and self.guards_intact
+            and self.worst <= 1.0
+            and self.relative_norm <= _GLOBAL_LIMIT["fp32" if int(self.rung[:2]) < 9 else "bf16"]
+        )
+
+
+@dataclass
+class Problem:
+    """Operands of one multiplication as views into guarded buffers on the current CUDA device."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    out_buffer: torch.Tensor
+
+    def poison(self) -> None:
+        integer, pattern = _POISON[self.out.dtype]
+        self.out_buffer.view(integer).fill_(pattern)
+
+    def guards_intact(self) -> bool:
+        """True if nothing outside `out` changed. Call after `poison` and one launch."""
+        integer, pattern = _POISON[self.out.dtype]
+        outside = self.out_buffer.view(integer) == pattern
+        view = torch.as_strided(
+            outside, self.out.shape, self.out.stride(), self.out.storage_offset()
+        )
+        view.fill_(True)
+        return bool(outside.all())
+
+
+def make_problem(rung: Rung, m: int, n: int, k: int, seed: int) -> Problem:
+    """Fresh normal(0, 1) operands for a rung, in its layout; bf16 rows are longer than they need be."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dtype = _TORCH_DTYPES[rung.dtype]
+    slack = 16 if dtype is torch.bfloat16 else 0
+    a = _guarded(m, k, dtype, slack)[0].normal_(generator=generator)
+    b_shape = (n, k) if dtype is torch.bfloat16 else (k, n)
+    b = _guarded(*b_shape, dtype, slack)[0].normal_(generator=generator)
+    out, buffer = _guarded(m, n, dtype, slack)
+    return Problem(a, b, out, buffer)
+
+
+def _guarded(
+    rows: int, cols: int, dtype: torch.dtype, slack: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    stride = cols + slack
+    buffer = torch.full(
+        (rows * stride + 2 * _GUARD_ELEMENTS,), float("nan"), dtype=dtype, device="cuda"
+    )
+    return buffer.as_strided((rows, cols), (stride, 1), _GUARD_ELEMENTS), buffer
+
+
+def oracle(rung: Rung, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact product in float64 and, for each element, the sum of |a| |b| that bounds its error."""
+    a = problem.a.double()
+    b = problem.b.double()
+    if rung.dtype == "bf16":
+        b = b.t()
+    return a @ b, a.abs() @ b.abs()
+
+
+def compare(rung: Rung, problem: Problem, m: int, n: int, k: int) -> Check:
+    """Judges what is in `problem.out`. Tolerance of an element: output rounding plus accumulation."""
+    exact, magnitude = oracle(rung, problem)
+    error = (problem.out.double() - exact).abs()
+    if rung.dtype == "bf16":
+        # Half an ulp of bf16 is 2^-9; the tensor cores truncate when they align sums.
+        tolerance = exact.abs() * 2.0**-8 + magnitude * 2.0**-18
+    else:
+        tolerance = magnitude * (4.0 * k**0.5) * 2.0**-24
+    worst = (error / tolerance).max()
+    relative = error.norm() / exact.norm()
+    return Check(
+        rung.name,
+        m,
+        n,
+        k,
+        finite=bool(torch.isfinite(problem.out).all()),
+        guards_intact=problem.guards_intact(),
+        worst=float(worst),
+        relative_norm=float(relative),
+    )
+
+
+def check(rung: Rung, m: int, n: int, k: int, seed: int = 0) -> Check:
+    """Runs a rung once on fresh operands and judges the result."""
+    problem = make_problem(rung, m, n, k, seed)
+    problem.poison()
+    ops.matmul(rung, problem.a, problem.b, problem.out)
+    torch.cuda.synchronize()
+    return compare(rung, problem, m, n, k)
+
+
+def ragged_shapes(rung: Rung) -> Iterator[tuple[int, int, int]]:
+    """Shapes that have broken kernels elsewhere: M of 1..130 in turn with N and K of 8, 64 and a tile
+    plus or minus 8; one tile in each dimension; several tiles with ragged ends; odd N."""
+    bm, bn, bk = rung.block_m, rung.block_n, max(rung.block_k, 8)
+    wide = (8, 16, 64, 72, bn - 8, bn, bn + 8, 2 * bn + 8)
+    deep = (8, 16, 64, 72, 128, 200, 328)
+    for index, m in enumerate(range(1, 131)):
+        yield m, wide[index % len(wide)], deep[index % len(deep)]
+    yield from ((bm, bn, bk), (bm, bn, 8), (1, bn, bk), (bm, 8, bk), (1, 8, 8))
+    yield from ((bm + 1, bn + 8, 264), (2 * bm + 1, 8, 1024), (3 * bm - 1, 3 * bn - 8, 136))
+    yield from ((5 * bm, 7 * bn, 192), (17 * bm + 3, 9 * bn + 24, 64), (128, 128, 64))
+    yield from ((33, 1, 64), (70, 77, 72), (257, 2 * bn + 3, 136), (1, 1, 8))

@@ -1,0 +1,76 @@
+"""Where a measurement comes from: GPU, driver, versions, and the git tree hashes of src/ and tests/.
+
+Tree hashes are computed from the files themselves, as git would, because the GPU machine gets a
+copy of the working tree without its history: equal hashes mean equal code, committed or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from octavo.kernels import jit
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def git_tree_hash(folder: Path) -> str:
+    """The hash that `git rev-parse HEAD:folder` prints if exactly these files are committed."""
+    return _tree(folder).hex()
+
+
+def _object_hash(kind: str, body: bytes) -> bytes:
+    return hashlib.sha1(f"{kind} {len(body)}\0".encode() + body, usedforsecurity=False).digest()
+
+
+def _tree(folder: Path) -> bytes:
+    entries: list[tuple[bytes, bytes]] = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__" or path.name.endswith((".egg-info", ".pyc")):
+            continue
+        if path.is_dir():
+            if not any(p.is_file() and p.suffix != ".pyc" for p in path.rglob("*")):
+                continue  # git knows no empty folders
+            entries.append((path.name.encode() + b"/", b"40000 " + _named(path, _tree(path))))
+        else:
+            mode = b"100755 " if os.access(path, os.X_OK) else b"100644 "
+            blob = _object_hash("blob", path.read_bytes())
+            entries.append((path.name.encode(), mode + _named(path, blob)))
+    return _object_hash("tree", b"".join(entry for _, entry in sorted(entries)))
+
+
+def _named(path: Path, digest: bytes) -> bytes:
+    return path.name.encode() + b"\0" + digest
+
+
+def describe() -> dict[str, object]:
+    """The environment block of a results file. Needs a CUDA device."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "sms": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": _driver_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nvrtc": jit.nvrtc_version(),
+        "src_tree": git_tree_hash(ROOT / "src"),
+        "tests_tree": git_tree_hash(ROOT / "tests"),
+    }
+
+
+def _driver_version() -> str:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, 96):
+        return "unknown"
+    return text.value.decode()

@@ -1,0 +1,101 @@
+"""Times GPU work so that the numbers can be compared: graph replay, cold L2, arms in turn.
+
+Every arm of a comparison runs in every round, in rotating order, so drift of clock or temperature
+meets all of them. An arm is a list of calls over different operand sets: when the sets together are
+larger than twice the L2, each launch finds its operands in memory, not in the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+COLD_BYTES = 2 * 60 * 2**20  # operand sets beyond this leave nothing useful in a 60 MB L2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a launch, over the rounds of one comparison."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    rounds: int
+
+    @property
+    def spread(self) -> float:
+        """(high - low) / median."""
+        return (self.high_us - self.low_us) / self.median_us
+
+
+def rotation_count(set_bytes: int) -> int:
+    """How many operand sets of `set_bytes` make every launch find a cold L2; at least 2."""
+    return max(2, -(-COLD_BYTES // max(set_bytes, 1)) + 1)
+
+
+def capture(calls: Sequence[Callable[[], None]], launches: int) -> torch.cuda.CUDAGraph:
+    """One graph of `launches` launches that walks over `calls` in turn; runs each call once first."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            calls[index % len(calls)]()
+    return graph
+
+
+def compare(
+    arms: Mapping[str, Sequence[Callable[[], None]]],
+    *,
+    launches: int,
+    rounds: int = 7,
+    pause: float = 0.0,
+) -> dict[str, Timing]:
+    """Times all arms, interleaved. `pause` seconds of idling before each sample let the chip cool.
+
+    A sample is one replay of `launches` launches between two events, right after an untimed replay
+    of one launch that wakes the clock.
+    """
+    graphs = {name: capture(calls, launches) for name, calls in arms.items()}
+    wakers = {name: capture(calls[:1], 1) for name, calls in arms.items()}
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            torch.cuda.synchronize()
+            if pause:
+                time.sleep(pause)
+            start, end = _event(), _event()
+            wakers[name].replay()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1000 / launches)
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _timing(values: list[float]) -> Timing:
+    return Timing(statistics.median(values), min(values), max(values), len(values))
+
+
+def hold_load(call: Callable[[], None], seconds: float) -> None:
+    """Keeps the GPU busy until it has reached the clock that it can hold."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(8):
+            call()
+        torch.cuda.synchronize()

@@ -1,0 +1,104 @@
+"""Compiled kernels on disk: one checksummed file an entry, replaced atomically.
+
+Safe for any number of processes without locks: two that miss at once both compile and both write
+the same bytes. A torn, truncated or foreign file is noticed, dropped and compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from octavo import env
+from octavo.kernels import jit
+from octavo.kernels.jit import Compiled, KernelResources
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"octavo-kernel-1\n"
+_DIGEST_BYTES = 32
+
+
+def directory() -> Path:
+    return env.cache_dir() / "kernels"
+
+
+def key_of(source: str, flags: tuple[str, ...], version: str) -> str:
+    """Hash of everything that decides the machine code; `source` is the inlined text."""
+    digest = hashlib.sha256()
+    for part in (version, *flags, source):
+        digest.update(f"{len(part)}:".encode() + part.encode())
+    return digest.hexdigest()[:32]
+
+
+def compile_cached(
+    source: str,
+    *,
+    name: str = "kernel.cu",
+    arch: str = jit.ARCH,
+    extra_flags: Iterable[str] = (),
+) -> Compiled:
+    """`jit.compile_source` behind the disk cache. Raises KernelError as that does."""
+    extra = tuple(extra_flags)
+    inlined = jit.inline_includes(source, name)
+    flags = jit.compile_flags(arch, extra)
+    path = directory() / f"{key_of(inlined, flags, jit.nvrtc_version())}.kernel"
+    found = load(path, arch, flags, inlined)
+    if found is not None:
+        return found
+    compiled = jit.compile_source(source, arch=arch, extra_flags=extra, name=name)
+    store(path, compiled)
+    return compiled
+
+
+def store(path: Path, compiled: Compiled) -> None:
+    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching."""
+    head = {
+        "ptx": compiled.ptx,
+        "log": compiled.log,
+        "resources": {name: asdict(value) for name, value in compiled.resources.items()},
+    }
+    payload = json.dumps(head).encode() + b"\n" + compiled.cubin
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.warning("kernel cache: cannot write %s: %s", path, error)
+
+
+def load(path: Path, arch: str, flags: tuple[str, ...], source: str) -> Compiled | None:
+    """The entry at `path`, or None if there is none or its checksum is wrong (then it is removed)."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    start = len(_MAGIC) + _DIGEST_BYTES
+    payload = data[start:]
+    if not data.startswith(_MAGIC) or data[len(_MAGIC) : start] != hashlib.sha256(payload).digest():
+        logger.warning("kernel cache: %s is corrupt; compiling again", path)
+        path.unlink(missing_ok=True)
+        return None
+    text, _, cubin = payload.partition(b"\n")
+    head = json.loads(text)
+    return Compiled(
+        arch=arch,
+        flags=flags,
+        source=source,
+        cubin=cubin,
+        ptx=head["ptx"],
+        log=head["log"],
+        resources={name: KernelResources(**value) for name, value in head["resources"].items()},
+    )

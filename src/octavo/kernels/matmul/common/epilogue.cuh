@@ -1,0 +1,71 @@
+// From accumulators to C[M,N] bf16, row-major. See wgmma.cuh for the fragment layout.
+#pragma once
+#include "common/wgmma.cuh"
+
+// Masked stores straight from registers: 4 bytes a thread, 16 bytes a row, for any M, N and ldc.
+// `row` and `col` are the first of this warpgroup's 64 x N tile.
+template <int N, bool STREAMING = false>
+DEVICE void store_registers(const float (&d)[N / 2], const GemmArgs& args, int row, int col) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const bool pairs = args.ldc % 2 == 0;  // else every second row breaks 4-byte alignment
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = row + warp * 16 + lane / 4 + half * 8;
+    if (r >= args.m) continue;
+    bf16* out = args.out + r * args.ldc;
+#pragma unroll
+    for (int i = half * 2; i < N / 2; i += 4) {
+      const int c = col + i / 4 * 8 + lane % 4 * 2;
+      const uint32 packed = pack_bf16x2(d[i], d[i + 1]);
+      if (pairs && c + 1 < args.n) {
+        if constexpr (STREAMING) {
+          store_streaming(out + c, packed);
+        } else {
+          *reinterpret_cast<uint32*>(out + c) = packed;
+        }
+      } else {
+        if (c < args.n) out[c].bits = (uint16)packed;
+        if (c + 1 < args.n) out[c + 1].bits = (uint16)(packed >> 16);
+      }
+    }
+  }
+}
+
+// C passes through shared memory in 64 x 64 chunks of 128-byte rows, in the same 128-byte swizzle as
+// the operands: 16-byte piece p of row r sits at piece p ^ (r % 8), so the 8 rows that a warp writes
+// together fall into different banks, and the TMA unit undoes it.
+constexpr int CHUNK_COLS = 64;
+constexpr int CHUNK_ELEMENTS = 64 * CHUNK_COLS;
+
+// Plain 4-byte stores of columns [64 chunk, 64 chunk + 64) of this warpgroup's tile.
+template <int N>
+DEVICE void stage_chunk(const float (&d)[N / 2], bf16* staging, int chunk) {
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int swizzle = row % 8;  // the same for row + 8
+#pragma unroll
+  for (int piece = 0; piece < 8; ++piece) {
+    bf16* address = staging + row * CHUNK_COLS + (piece ^ swizzle) * 8 + lane % 4 * 2;
+    const int i = chunk * 32 + piece * 4;
+    store_shared(address, pack_bf16x2(d[i], d[i + 1]));
+    store_shared(address + 8 * CHUNK_COLS, pack_bf16x2(d[i + 2], d[i + 3]));
+  }
+}
+
+// The same with stmatrix: 16 bytes a thread, a quarter of the instructions.
+template <int N>
+DEVICE void stage_chunk_stmatrix(const float (&d)[N / 2], bf16* staging, int chunk) {
+  const int lane = threadIdx.x % 32;
+  // Matrices 0..3 are (rows 0-7, piece 0), (rows 8-15, piece 0), (rows 0-7, piece 1), (rows 8-15, 1).
+  const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const uint32 base = smem_address(staging + row * CHUNK_COLS);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    const int piece = pair * 2 + lane / 16;
+    const int i = chunk * 32 + pair * 8;
+    stmatrix_x4(base + (piece ^ row % 8) * 16, pack_bf16x2(d[i], d[i + 1]),
+                pack_bf16x2(d[i + 2], d[i + 3]), pack_bf16x2(d[i + 4], d[i + 5]),
+                pack_bf16x2(d[i + 6], d[i + 7]));
+  }
+}

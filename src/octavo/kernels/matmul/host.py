@@ -1,0 +1,262 @@
+"""The host side of the ladder: checks operands, packs kernel arguments, launches a rung.
+
+Everything that a launch needs is computed once for each set of operands and kept, so a repeated
+call costs a dictionary look-up and one driver call, and nothing is copied or compiled during a
+CUDA graph capture. Tensor maps are keyed by address, shape and strides of every operand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from ctypes import Structure, c_char, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.errors import KernelError
+from octavo.kernels import driver
+from octavo.kernels.launch import Kernel, LaunchShape, pack, sm_count
+from octavo.kernels.matmul.quantization import ceil_div
+from octavo.kernels.matmul.registry import RUNGS, Rung
+from octavo.kernels.matmul.schedule import hilbert_order
+
+MAX_GRID_Y = 65_535
+MAX_TILES = 1 << 15  # a tile coordinate has 15 bits in an order table
+_MAX_KEPT_CALLS = 256
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class GemmArgs(Structure):
+    """Mirror of GemmArgs in common/types.cuh; the maps are encoded in place, so align to 128."""
+
+    _fields_ = [
+        ("map_a", c_char * 128),
+        ("map_b", c_char * 128),
+        ("map_c", c_char * 128),
+        ("out", c_void_p),
+        ("ldc", c_int64),
+        ("order", c_void_p),
+        ("m", c_int),
+        ("n", c_int),
+        ("k", c_int),
+        ("tma_store", c_int),
+        ("pad", c_char * 88),
+    ]
+
+    @classmethod
+    def aligned(cls) -> GemmArgs:
+        buffer = (c_char * (ctypes.sizeof(cls) + 128))()
+        offset = -ctypes.addressof(buffer) % 128
+        return cls.from_buffer(buffer, offset)
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """One launch, ready: kernel, launch shape, packed arguments, and what must stay alive."""
+
+    kernel: Kernel
+    shape: LaunchShape
+    parameters: Any
+    keep_alive: tuple[Any, ...]
+
+
+_kernels: dict[int, Kernel] = {}
+_calls: OrderedDict[tuple[object, ...], PreparedCall] = OrderedDict()
+# Never dropped: a captured CUDA graph may hold a table's address. 4 bytes a tile.
+_order_tables: dict[tuple[int, int, int], torch.Tensor] = {}
+_by_number = {rung.number: rung for rung in RUNGS if rung.kind == "matmul"}
+
+
+def kernel_of(rung: Rung) -> Kernel:
+    if rung.number not in _kernels:
+        _kernels[rung.number] = Kernel(
+            rung.source, rung.entry, name=rung.path.name, dynamic_smem=rung.dynamic_smem
+        )
+    return _kernels[rung.number]
+
+
+def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a @ b (fp32 rungs, b: (K, N)) or a @ b.T (bf16 rungs, b: (N, K)), on a's stream.
+
+    a: (M, K), out: (M, N). Raises KernelError before any launch for an operand it can't take.
+    """
+    if a.dim() == 2 and b.dim() == 2 and a.is_cuda:
+        key = (number, a.device.index, a.dtype, *_identity(a), *_identity(b), *_identity(out))
+        call = _calls.get(key)
+        if call is None:
+            call = prepare(_rung(number), a, b, out)
+            _calls[key] = call
+            if len(_calls) > _MAX_KEPT_CALLS:
+                _calls.popitem(last=False)
+    else:
+        call = prepare(_rung(number), a, b, out)
+    if out.numel():
+        call.kernel.launch(a.device.index, call.shape, call.parameters)
+
+
+def _rung(number: int) -> Rung:
+    if number not in _by_number:
+        raise KernelError(f"there is no matmul rung {number}; there are {sorted(_by_number)}")
+    return _by_number[number]
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+
+
+def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> PreparedCall:
+    """Checks the operands and packs one launch. See `run` for shapes and errors."""
+    m, n, k = check_operands(rung, a, b, out)
+    device = a.device.index
+    kernel = kernel_of(rung)
+    kernel.load(device)
+    if rung.dtype == "fp32":
+        parameters, keep = _pack_fp32(m, n, k, a, b, out)
+    else:
+        parameters, keep = _pack_bf16(rung, m, n, k, a, b, out)
+    shape = LaunchShape(
+        grid=grid_of(rung, m, n, sm_count(device)),
+        threads=rung.threads,
+        dynamic_smem=rung.dynamic_smem,
+        cluster=rung.cluster,
+        programmatic=bool(rung.constants.get("PROGRAMMATIC", 0)),
+    )
+    return PreparedCall(kernel, shape, parameters, keep)
+
+
+def grid_of(rung: Rung, m: int, n: int, sms: int) -> tuple[int, int, int]:
+    """CTAs of a launch: one a tile, or as many as SMs, rounded down to whole clusters."""
+    tiles_m, tiles_n = ceil_div(m, rung.block_m), ceil_div(n, rung.block_n)
+    if not rung.persistent:
+        if tiles_m > MAX_GRID_Y:
+            raise KernelError(f"rung {rung.name}: M={m} needs more than {MAX_GRID_Y} tile rows")
+        return tiles_n, tiles_m, 1
+    clusters = ceil_div(tiles_m, rung.cluster) * tiles_n
+    return min(clusters, sms // rung.cluster) * rung.cluster, 1, 1
+
+
+def check_operands(
+    rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> tuple[int, int, int]:
+    """(M, N, K), or KernelError naming the operand and what is wrong with it."""
+    dtype = _DTYPES[rung.dtype]
+    where = f"rung {rung.name}"
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if tensor.dim() != 2:
+            raise KernelError(f"{where}: {name} has {tensor.dim()} dimensions, not 2")
+        if tensor.dtype != dtype:
+            raise KernelError(f"{where}: {name} is {tensor.dtype}, not {dtype}")
+        if not tensor.is_cuda or tensor.device != a.device:
+            raise KernelError(f"{where}: {name} is on {tensor.device}; all need one CUDA device")
+    m, k = a.shape
+    n, b_k = (b.shape[1], b.shape[0]) if rung.dtype == "fp32" else b.shape
+    if b_k != k:
+        raise KernelError(f"{where}: a is {tuple(a.shape)} and b {tuple(b.shape)}: K differs")
+    if tuple(out.shape) != (m, n):
+        raise KernelError(f"{where}: out is {tuple(out.shape)}, not {(m, n)}")
+    if k < 8 or k % 8:
+        raise KernelError(f"{where}: K={k} is not a positive multiple of 8")
+    if max(m, n, k) >= 2**31:
+        raise KernelError(f"{where}: an extent of 2^31 or more in {(m, n, k)}")
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        _check_layout(f"{where}: {name}", rung, tensor, free_rows=name == "out")
+    return m, n, k
+
+
+def _check_layout(what: str, rung: Rung, tensor: torch.Tensor, *, free_rows: bool) -> None:
+    """fp32 operands are contiguous; bf16 ones may have longer rows, TMA operands of 16-byte steps."""
+    if tensor.data_ptr() % 16:
+        raise KernelError(f"{what} starts at an address that is not a multiple of 16 bytes")
+    if rung.dtype == "fp32":
+        if not tensor.is_contiguous():
+            raise KernelError(f"{what} has strides {tensor.stride()}; it must be contiguous")
+        return
+    rows, cols = tensor.shape
+    if cols > 1 and tensor.stride(1) != 1:
+        raise KernelError(f"{what} has strides {tensor.stride()}; columns must be contiguous")
+    if rows > 1 and tensor.stride(0) < cols:
+        raise KernelError(f"{what} has overlapping rows: strides {tensor.stride()}")
+    if not free_rows and rows > 1 and tensor.stride(0) % 8:
+        raise KernelError(f"{what} has a row stride of {tensor.stride(0)}, not a multiple of 8")
+
+
+def _pack_fp32(
+    m: int, n: int, k: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> tuple[Any, tuple[Any, ...]]:
+    values = (
+        c_int(m),
+        c_int(n),
+        c_int(k),
+        c_void_p(a.data_ptr()),
+        c_void_p(b.data_ptr()),
+        c_void_p(out.data_ptr()),
+    )
+    return pack(*values), values
+
+
+def _pack_bf16(
+    rung: Rung,
+    m: int,
+    n: int,
+    k: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+) -> tuple[Any, tuple[Any, ...]]:
+    args = GemmArgs.aligned()
+    base = ctypes.addressof(args)
+    constants = rung.constants
+    a_box = constants.get("A_BOX_ROWS", rung.block_m)
+    b_box = constants.get("B_BOX_ROWS", rung.block_n)
+    ldc = out.stride(0) if m > 1 else n
+    if m and n:
+        _encode(base, a, rows=m, cols=k, box_rows=a_box)
+        _encode(base + 128, b, rows=n, cols=k, box_rows=b_box)
+    # TMA writes whole 16-byte pieces: a ragged row end would spill into whatever follows it.
+    args.tma_store = int(n % 8 == 0 and (m == 1 or ldc % 8 == 0) and m > 0 and n > 0)
+    if args.tma_store:
+        _encode(base + 256, out, rows=m, cols=n, box_rows=64)
+    args.out, args.ldc = out.data_ptr(), ldc
+    args.m, args.n, args.k = m, n, k
+    keep: tuple[Any, ...] = (args,)
+    if constants.get("HILBERT"):
+        tiles_m = ceil_div(m, rung.block_m * rung.cluster)
+        table = order_table(a.device.index, tiles_m, ceil_div(n, rung.block_n))
+        args.order = table.data_ptr()
+        keep = (args, table)
+    return pack(args), keep
+
+
+def _encode(target: int, tensor: torch.Tensor, *, rows: int, cols: int, box_rows: int) -> None:
+    stride = tensor.stride(0) if rows > 1 else ceil_div(cols, 8) * 8
+    driver.encode_tensor_map(
+        target,
+        tensor.data_ptr(),
+        rows=rows,
+        cols=cols,
+        row_bytes=stride * tensor.element_size(),
+        box_rows=box_rows,
+    )
+
+
+def order_table(device: int, tiles_m: int, tiles_n: int) -> torch.Tensor:
+    """Hilbert order of a tile grid as int32 (tiles,) on the device, m << 16 | n each."""
+    key = (device, tiles_m, tiles_n)
+    if key not in _order_tables:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError("run this shape once before capturing it in a CUDA graph")
+        if max(tiles_m, tiles_n) >= MAX_TILES:
+            raise KernelError(f"{tiles_m} x {tiles_n} tiles: at most {MAX_TILES - 1} a side")
+        packed = [tile_m << 16 | tile_n for tile_m, tile_n in hilbert_order(tiles_m, tiles_n)]
+        _order_tables[key] = torch.tensor(packed, dtype=torch.int32, device=f"cuda:{device}")
+    return _order_tables[key]
+
+
+def ilp_call(rung: Rung, entry: str, out: torch.Tensor, iterations: int, ctas: int) -> PreparedCall:
+    """Rung 00: `iterations` x 32 FMAs a thread; out: fp32, at least ctas * threads elements."""
+    kernel = Kernel(rung.source, entry, name=rung.path.name)
+    kernel.load(out.device.index)
+    values = (c_void_p(out.data_ptr()), c_float(0.999), c_float(0.001), c_int(iterations))
+    return PreparedCall(kernel, LaunchShape((ctas, 1, 1), rung.threads), pack(*values), values)
