@@ -174,9 +174,9 @@ def size_kv_pool(
 
 def estimate_pool(config: EngineConfig, available_bytes: int) -> tuple[int, Decision]:
     """`size_kv_pool` before anything is loaded: weights are subtracted, activations are not."""
-    specs = config.model.kv_cache_specs(config.cache.block_size)
+    spec = config.model.kv_cache_spec(config.cache.block_size)
     left = available_bytes - config.model.weight_bytes()
-    return size_kv_pool(config, sum(spec.block_bytes for spec in specs), max(0, left))
+    return size_kv_pool(config, config.model.num_layers * spec.block_bytes, max(0, left))
 
 
 def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineConfig:

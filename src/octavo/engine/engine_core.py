@@ -54,8 +54,8 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """True while requests live or launched steps are not settled."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished()
+        """True while requests live, steps are not settled, or the runner must still free slots."""
+        return self.scheduler.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
         """Launch what can be launched, then settle the oldest step in flight."""

@@ -41,7 +41,7 @@ class LLMEngine:
         self.metrics = EngineMetrics()
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         self._inputs = InputProcessor(self.config, self.tokenizer)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, self.metrics)
 
     @property
     def config(self) -> EngineConfig:
@@ -60,7 +60,7 @@ class LLMEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
-        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        output_kind: RequestOutputKind | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Validate and queue one prompt (with its n completions).
@@ -92,7 +92,7 @@ class LLMEngine:
             self._core.abort(stopped)
         stats = self._core.stats()
         self.step_log.append(stats)
-        self.metrics.record_step(stats, outputs)
+        self.metrics.record_step(stats)
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:

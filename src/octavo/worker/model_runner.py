@@ -112,7 +112,7 @@ class ModelRunner:
         self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
         scores = self._score_prompts(plan, batch, hidden)
         request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
-        sampled = self._sample(batch, hidden) if request_ids else None
+        sampled = self._sample(batch, request_ids, hidden) if request_ids else None
         return LaunchedStep(plan.step_id, request_ids, sampled, scores)
 
     def _admit(self, new: NewRequestData) -> None:
@@ -152,19 +152,24 @@ class ModelRunner:
             attention=self._backend.build_metadata(common),
         )
 
-    def _sample(self, batch: ForwardBatch, hidden: torch.Tensor) -> SamplerOutput:
+    def _sample(
+        self, batch: ForwardBatch, request_ids: list[str], hidden: torch.Tensor
+    ) -> SamplerOutput:
         logits = self._model.compute_logits(hidden[batch.logits_indices])
         rows = batch.slots[batch.sampling_rows]
         num_tokens = self.slots.num_tokens[rows].to(torch.int64)
         sampled = self._sampler.sample(
             logits,
-            rows,
+            [self.slots.slot_of[request_id] for request_id in request_ids],
             self._sampling,
             self.slots.token_ids,
             num_tokens,
             self.slots.num_prompt_tokens[rows].to(torch.int64),
         )
-        self.slots.token_ids[rows, num_tokens] = sampled.token_ids.to(torch.int32)
+        # A failed row has no token, but the next step may already be launched with it: any valid
+        # id will do, its result is dropped.
+        token_ids = sampled.token_ids.clamp(min=0).to(torch.int32)
+        self.slots.token_ids[rows, num_tokens] = token_ids
         self.slots.num_tokens[rows] += 1
         return sampled
 

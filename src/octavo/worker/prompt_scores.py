@@ -11,7 +11,7 @@ import torch
 
 from octavo.models.decoder import DecoderModel
 from octavo.outputs import TokenLogprobs
-from octavo.sample.sampler import prompt_logprobs
+from octavo.sample.logprobs import prompt_logprobs
 
 ROWS_AT_ONCE = 128  # bounds the logits held at a time: 128 x 152k x 4 bytes = 78 MB
 

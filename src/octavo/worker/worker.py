@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.attention.reference import ReferenceBackend
+from octavo.attention.reference import ReferenceAttention
 from octavo.config.engine import Decision, EngineConfig
 from octavo.config.resolve import size_kv_pool
 from octavo.core.scheduler_output import SchedulerOutput
@@ -21,7 +21,8 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._device = torch.device(config.device)
-        self._backend = ReferenceBackend()
+        spec = config.model.kv_cache_spec(config.cache.block_size)
+        self._backend = ReferenceAttention(config.model.num_heads, spec)
         self._model = load_model(config.model, self._backend, self._device, config.seed)
         self._specs = self._model.kv_cache_specs(config.cache.block_size)
         self._runner: ModelRunner | None = None

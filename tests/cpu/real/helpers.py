@@ -75,8 +75,6 @@ def fingerprint(output: RequestOutput) -> list[tuple[tuple[int, ...], bytes]]:
 def run(llm: LLM, order: Sequence[int] = tuple(range(8))) -> list[Any]:
     """Fingerprints of the eight requests run together in the given order, listed by index."""
     texts, settings = prompts(), params()
-    outputs = llm.generate(
-        [texts[i] for i in order], [settings[i] for i in order], use_tqdm=False
-    )
+    outputs = llm.generate([texts[i] for i in order], [settings[i] for i in order], use_tqdm=False)
     by_index = dict(zip(order, outputs, strict=True))
     return [fingerprint(by_index[index]) for index in sorted(by_index)]

@@ -27,7 +27,9 @@ def values(output: RequestOutput) -> list[dict[int, float]]:
     ]
 
 
-def score(llm: LLM, texts: list[str], params: SamplingParams = SCORES) -> list[list[dict[int, float]]]:
+def score(
+    llm: LLM, texts: list[str], params: SamplingParams = SCORES
+) -> list[list[dict[int, float]]]:
     return [values(output) for output in llm.generate(texts, params, use_tqdm=False)]
 
 

@@ -52,9 +52,7 @@ def test_reordered_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) 
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_chunked_equals_solo(
-    chunk: int, dtype: str, solo: list[Any], smollm2_path: Path
-) -> None:
+def test_chunked_equals_solo(chunk: int, dtype: str, solo: list[Any], smollm2_path: Path) -> None:
     with engine(
         smollm2_path,
         dtype=dtype,
