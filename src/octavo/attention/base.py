@@ -1,0 +1,68 @@
+"""The seam between the model and an attention kernel: per-step inputs and the backend protocol.
+
+The runner fills `CommonAttentionMetadata` once a step; a backend turns it into whatever its kernel
+wants, and every layer passes that on. A backend knows no layers and no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from octavo.config.kv_cache import KVCacheSpec
+
+SPLIT_SIZE = 256
+"""Keys whose softmax is computed as one unit, at absolute positions from 0, in every backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonAttentionMetadata:
+    """Which tokens run in this step and where their K/V lives. R requests, T tokens."""
+
+    query_start_loc: torch.Tensor
+    """(R + 1,) int32: tokens of request r are rows query_start_loc[r] : query_start_loc[r + 1]."""
+    seq_lens: torch.Tensor
+    """(R,) int32: K/V length after this step. The last token of r is at seq_lens[r] - 1."""
+    block_tables: torch.Tensor
+    """(R, max_blocks) int32: block ids; entries past the sequence are ignored."""
+    slot_mapping: torch.Tensor
+    """(T,) int64: slot (block_id * block_size + offset) for each token's K/V; -1 = padding."""
+    positions: torch.Tensor
+    """(T,) int64: absolute position of each token."""
+    max_query_len: int
+    max_seq_len: int
+    query_lens_cpu: list[int]
+    """Tokens per request, known without asking the device; may be upper bounds."""
+    seq_lens_cpu: list[int]
+    """seq_lens, known without asking the device; may be upper bounds."""
+
+
+class AttentionBackend(Protocol):
+    """Paged attention. One instance serves all layers of a model."""
+
+    def build_metadata(self, common: CommonAttentionMetadata) -> Any:
+        """What `forward` needs, computed once a step."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write key and value into the cache, then attend causally to each request's K/V.
+
+        query: (T, num_heads, head_dim); key, value: (T, num_kv_heads, head_dim), one dtype with
+        kv_cache (see `kv_cache_shape`). Returns (T, num_heads, head_dim) of that dtype; rows of
+        padding tokens are zero.
+        """
+        ...
+
+    def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
+        """Shape of one layer's cache. A block is one contiguous range."""
+        ...

@@ -1,0 +1,172 @@
+"""Linear layers whose results do not depend on the number of rows, and the CPU way to run them.
+
+`Linear` owns weight and bias (several checkpoint tensors stacked along the output). How the product
+is computed is a `LinearKernel`, chosen by `finalize` after loading; design.md, "Canonical arithmetic".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.logging import get_logger
+
+logger = get_logger(__name__)
+
+TILE = 16
+"""Rows of the canonical call. All other tiles must give the bits of this one."""
+LARGER_TILES = (32, 64, 128, 256, 512)
+# Larger outputs gain nothing from larger tiles and would make the probe slow (lm_head).
+MAX_TILE_OUTPUTS = 4 << 20
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LinearKernel(Protocol):
+    """y = x W^T + b for one loaded weight. A row of y depends only on that row of x."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, in_features), any number of rows -> (rows, out_features), same dtype."""
+        ...
+
+
+class Linear(nn.Module):
+    """A linear layer. `parts` are the output sizes of the checkpoint tensors stacked in it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        weight = torch.empty(sum(parts), in_features, dtype=dtype, device=device)
+        self.weight: nn.Parameter | None = nn.Parameter(weight, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            empty = torch.empty(sum(parts), dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+        self._kernel: LinearKernel | None = None
+
+    def finalize(self) -> None:
+        """Pack the loaded weight for the device and let go of the plain one."""
+        assert self.weight is not None
+        self._kernel = TiledLinear(self.weight.data, None if self.bias is None else self.bias.data)
+        self.weight = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        assert self._kernel is not None, "finalize() was not called"
+        return self._kernel(x)
+
+
+class TiledLinear:
+    """CPU: cover the rows with calls of fixed sizes that were seen to agree in every bit.
+
+    Neither MKL (fp32) nor oneDNN (bf16) gives a row the same bits for every number of rows, so the
+    plain call will not do (docs/log.md, "CPU linears are not row-invariant").
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, in_features = weight.shape
+        hint, self.tiles = choose_tiles(self.out_features, in_features, weight.dtype)
+        self._product = packed_product(weight, bias, hint)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        rows = x.shape[0]
+        padded = (rows + TILE - 1) // TILE * TILE
+        if padded != rows:
+            x = F.pad(x, (0, 0, 0, padded - rows))
+        if padded in self.tiles:
+            return self._product(x)[:rows]
+        sizes = cover(padded, self.tiles)
+        out = x.new_empty(padded, self.out_features)
+        for part, target in zip(x.split(sizes), out.split(sizes), strict=True):
+            target.copy_(self._product(part))
+        return out[:rows]
+
+
+def cover(rows: int, tiles: tuple[int, ...]) -> list[int]:
+    """Tile sizes, largest first, that add up to `rows` (a multiple of TILE)."""
+    sizes = []
+    for tile in sorted(tiles, reverse=True):
+        sizes += [tile] * (rows // tile)
+        rows %= tile
+    return sizes
+
+
+def packed_product(weight: torch.Tensor, bias: torch.Tensor | None, hint: int) -> Product:
+    """x W^T + b from a weight reordered for oneDNN, or F.linear where torch cannot do that.
+
+    `hint`: number of rows that the memory layout is chosen for.
+    """
+    if not _can_pack(weight.dtype):
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), hint)
+    run = torch.ops.mkldnn._linear_pointwise
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = run(x, packed, bias, "none", [], "")
+        return result
+
+    return product
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    # Private operators (inductor's freezing uses them): check each before use.
+    ops = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(ops._is_mkldnn_fp16_supported())
+    return True
+
+
+@cache
+def choose_tiles(
+    out_features: int, in_features: int, dtype: torch.dtype
+) -> tuple[int, tuple[int, ...]]:
+    """Layout hint and usable tile sizes for a weight shape on this machine, by trying on random data.
+
+    The layout for 16 rows is the fastest at 16 rows; the one for 1 row lets more tiles agree in
+    bf16 with AMX. The layout whose largest usable tile is larger wins, the first on a tie.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty(out_features, in_features).uniform_(-1, 1, generator=generator).to(dtype)
+    candidates = [tile for tile in LARGER_TILES if tile * out_features <= MAX_TILE_OUTPUTS]
+    rows = max(candidates, default=2 * TILE)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    best_hint, best = TILE, (TILE,)
+    for hint in (TILE, 1):
+        usable = _agreeing_tiles(packed_product(weight, None, hint), x, candidates)
+        if usable[-1] > best[-1]:
+            best_hint, best = hint, usable
+        if len(usable) == len(candidates) + 1:
+            break
+    logger.debug("linear %dx%d %s: tiles %s", out_features, in_features, dtype, best)
+    return best_hint, best
+
+
+def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) -> tuple[int, ...]:
+    """The canonical tile and those candidates that give its bits, also with the rows moved."""
+    expected = torch.cat([product(part) for part in x.split(TILE)])
+
+    def agrees(tile: int) -> bool:
+        straight = torch.cat([product(part) for part in x.split(tile)])
+        moved = torch.cat([product(part) for part in x.roll(7, 0).split(tile)]).roll(-7, 0)
+        return torch.equal(straight, expected) and torch.equal(moved, expected)
+
+    if not agrees(TILE):
+        logger.warning("a row's bits depend on its place in a call of 16 rows on this machine")
+    return (TILE, *(tile for tile in candidates if agrees(tile)))

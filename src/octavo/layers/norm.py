@@ -1,0 +1,31 @@
+"""Root-mean-square normalisation, with the residual addition that precedes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        empty = torch.empty(hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.eps = eps
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: (rows, hidden_size). Returns (normalised x + residual, x + residual).
+
+        Without a residual x itself is normalised and becomes the residual.
+        """
+        residual = x if residual is None else x + residual
+        wide = residual.float()
+        variance = wide.square().mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(variance + self.eps)
+        return self.weight * normed.to(x.dtype), residual

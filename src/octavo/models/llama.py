@@ -1,0 +1,59 @@
+"""Llama family: what the checkpoint calls each weight. The stack needs no other difference."""
+
+from __future__ import annotations
+
+from octavo.config.model import ModelConfig
+from octavo.models.decoder import WeightTarget
+
+
+def weight_map(config: ModelConfig) -> dict[str, WeightTarget]:
+    """Checkpoint tensor name -> its place in the model. Complete: nothing else is expected."""
+    hidden = config.hidden_size
+    vocab = (config.vocab_size, hidden)
+    targets = {
+        "model.embed_tokens.weight": WeightTarget("embed_tokens.weight", 0, vocab),
+        "model.norm.weight": WeightTarget("norm.weight", 0, (hidden,)),
+    }
+    if not config.tie_word_embeddings:
+        targets["lm_head.weight"] = WeightTarget("lm_head.weight", 0, vocab)
+    for index in range(config.num_layers):
+        targets |= _layer_map(config, index)
+    return targets
+
+
+def _layer_map(config: ModelConfig, index: int) -> dict[str, WeightTarget]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ours, theirs = f"layers.{index}", f"model.layers.{index}"
+    # (our linear, its input size, its checkpoint parts in order, has a bias)
+    linears = [
+        (
+            "self_attn.qkv_proj",
+            hidden,
+            {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
+            config.attention_bias,
+        ),
+        ("self_attn.o_proj", query, {"self_attn.o_proj": hidden}, config.attention_bias),
+        (
+            "mlp.gate_up_proj",
+            hidden,
+            {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+            config.mlp_bias,
+        ),
+        ("mlp.down_proj", inner, {"mlp.down_proj": hidden}, config.mlp_bias),
+    ]
+    targets = {
+        f"{theirs}.{name}.weight": WeightTarget(f"{ours}.{name}.weight", 0, (hidden,))
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    for name, in_features, parts, bias in linears:
+        start = 0
+        for part, rows in parts.items():
+            shape = (rows, in_features)
+            targets[f"{theirs}.{part}.weight"] = WeightTarget(f"{ours}.{name}.weight", start, shape)
+            if bias:
+                targets[f"{theirs}.{part}.bias"] = WeightTarget(
+                    f"{ours}.{name}.bias", start, (rows,)
+                )
+            start += rows
+    return targets

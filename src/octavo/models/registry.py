@@ -1,0 +1,29 @@
+"""Which architecture is built how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.config.model import ModelConfig
+from octavo.models import llama
+from octavo.models.decoder import DecoderModel, WeightTarget
+
+WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
+    "LlamaForCausalLM": llama.weight_map,
+}
+"""One entry for each of config.model.ARCHITECTURES."""
+
+
+def build_model(
+    config: ModelConfig, backend: AttentionBackend, device: torch.device
+) -> DecoderModel:
+    """The model with unfilled parameters; see `weights.loader.load_model` for a ready one."""
+    return DecoderModel(config, backend, device)
+
+
+def weight_map(config: ModelConfig) -> dict[str, WeightTarget]:
+    """Checkpoint tensor name -> its place in the model, for the config's architecture."""
+    return WEIGHT_MAPS[config.architecture](config)

@@ -1,0 +1,216 @@
+"""GGUF files: a bounds-checked header reader and the tensors under Hugging Face names.
+
+The header is read here because the gguf package's reader takes seconds on a vocabulary; block types
+and dequantisation are the package's. Tokenizer code reads `GGUFFile.metadata` too.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from octavo.config.model import ModelConfig
+from octavo.errors import ModelLoadError
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMS = 4
+
+_GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file."""
+
+    shape: tuple[int, ...]
+    """As torch would say it: rows first."""
+    type: gguf.GGMLQuantizationType
+    offset: int
+    """Of the first byte, from the start of the file."""
+    num_bytes: int
+
+
+class GGUFFile:
+    """An open GGUF file. Raises ModelLoadError, naming file and place, for anything malformed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            if path.stat().st_size < 24:
+                raise ModelLoadError(f"{path}: too short to be a GGUF file")
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        """Key -> Python value; arrays are lists."""
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise self._error(f"malformed or truncated header ({error})") from error
+
+    def _error(self, text: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {text} (byte {self._at} of {len(self._bytes)})")
+
+    def _read_header(self) -> None:
+        if self._bytes[:4] != b"GGUF":
+            raise self._error("not a GGUF file")
+        self._at = 4
+        version = self._unpack("I")
+        if version not in (2, 3):
+            raise self._error(f"GGUF version {version} is not supported (supported: 2, 3)")
+        num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
+        for _ in range(num_keys):
+            key = self._string()
+            if key in self.metadata:
+                raise self._error(f"duplicate key {key!r}")
+            self.metadata[key] = self._value(self._unpack("I"))
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise self._error(f"general.alignment={alignment!r} is not a positive integer")
+        base = -(-self._at // alignment) * alignment
+        for name, info in infos:
+            start = base + info.offset
+            if name in self.tensors:
+                raise self._error(f"duplicate tensor {name!r}")
+            if start + info.num_bytes > len(self._bytes):
+                raise self._error(f"tensor {name!r} ends past the end of the file: truncated?")
+            self.tensors[name] = TensorInfo(info.shape, info.type, start, info.num_bytes)
+
+    def _unpack(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._bytes, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return value
+
+    def _string(self) -> str:
+        length = self._unpack("Q")
+        if length > len(self._bytes) - self._at:
+            raise self._error(f"a string of {length} bytes does not fit the file")
+        text = self._bytes[self._at : self._at + length]
+        self._at += length
+        return text.decode("utf-8")
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _BOOL:
+            return bool(self._unpack("B"))
+        if kind in _SCALARS:
+            return self._unpack(_SCALARS[kind])
+        if kind != _ARRAY or depth > 4:
+            raise self._error(f"unknown value type {kind}")
+        inner, count = self._unpack("I"), self._unpack("Q")
+        if count > len(self._bytes) - self._at:
+            raise self._error(f"an array of {count} values does not fit the file")
+        if inner in _SCALARS:
+            values = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self._bytes, self._at)
+            self._at += struct.calcsize(f"<{count}{_SCALARS[inner]}")
+            return list(values)
+        return [self._value(inner, depth + 1) for _ in range(count)]
+
+    def _tensor_info(self) -> tuple[str, TensorInfo]:
+        """Name and info; the offset is still relative to the data section."""
+        name, num_dims = self._string(), self._unpack("I")
+        if num_dims > _MAX_DIMS:
+            raise self._error(f"tensor {name!r} has {num_dims} dimensions")
+        shape = tuple(self._unpack("Q") for _ in range(num_dims))[::-1]
+        number, offset = self._unpack("I"), self._unpack("Q")
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as error:
+            raise self._error(f"tensor {name!r} has unknown type {number}") from error
+        if shape and shape[-1] % per_block:
+            raise self._error(f"tensor {name!r}: rows of {shape[-1]} are no whole blocks")
+        num_bytes = math.prod(shape) // per_block * block_bytes
+        return name, TensorInfo(shape, kind, offset, num_bytes)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, dequantised: float32, or the stored type if that is F16 or BF16."""
+        info = self.tensors[name]
+        data = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
+        kinds = gguf.GGMLQuantizationType
+        plain = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16}
+        if info.type in plain:
+            # A copy: torch wants writable memory, and the file may close before the tensor dies.
+            return torch.from_numpy(data.copy()).view(plain[info.type]).view(info.shape)
+        try:
+            values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), info.type)
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r}: type {info.type.name} cannot be dequantised"
+            ) from error
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(info.shape)
+
+
+def read_config(file: GGUFFile, load_format: Any, dtype: Any) -> ModelConfig:
+    """The file's ModelConfig; see ModelConfig.from_gguf."""
+    types = {name: info.type.name for name, info in file.tensors.items()}
+    divisors = file.tensor(ROPE_FREQS).tolist() if ROPE_FREQS in file.tensors else ()
+    return ModelConfig.from_gguf(
+        file.metadata, types, file.path, load_format, dtype, frequency_divisors=divisors
+    )
+
+
+def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
+
+    A tensor whose name is not known keeps it, so that the loader can complain about it.
+    """
+    for name in file.tensors:
+        if name == ROPE_FREQS:
+            continue
+        tensor = file.tensor(name)
+        if ".attn_q." in name:
+            tensor = unpermute(tensor, config.num_heads)
+        elif ".attn_k." in name:
+            tensor = unpermute(tensor, config.num_kv_heads)
+        yield hf_name(name), tensor
+
+
+def hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names unchanged."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _GLOBAL_NAMES:
+        return f"{_GLOBAL_NAMES[stem]}.{kind}"
+    pieces = stem.split(".", 2)
+    if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _LAYER_NAMES:
+        return f"model.layers.{pieces[1]}.{_LAYER_NAMES[pieces[2]]}.{kind}"
+    return name
+
+
+def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Llama GGUF files store each head's rows as (pair, half); Hugging Face wants (half, pair).
+
+    tensor: (num_heads * head_dim, ...) -> the same shape.
+    """
+    if tensor.shape[0] % (2 * num_heads):
+        return tensor  # The loader reports the shape.
+    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
