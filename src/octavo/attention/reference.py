@@ -127,7 +127,7 @@ class ReferenceAttention:
         num_tokens = (end[owner] - first_token).clamp(max=tokens_per_item)
         last = common.positions[first_token] + num_tokens - 1
         order = last.argsort(descending=True, stable=True)
-        for part in order.split(ITEMS_PER_PASS):
+        for part in torch.split(order, ITEMS_PER_PASS):
             tables = common.block_tables[requests[owner[part]]].long()
             yield self._group(
                 tables, first_token[part], num_tokens[part], last[part], tokens_per_item, rows

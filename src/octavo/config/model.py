@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.errors import ConfigError, ModelLoadError
@@ -101,7 +101,7 @@ class ModelConfig:
         head_dim = read.count("head_dim", default=hidden_size // num_heads)
         if head_dim % 2:
             raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-        bos = config.get("bos_token_id")
+        bos = _token_ids(config.get("bos_token_id"), "bos_token_id")
         return cls(
             architecture=architecture,
             path=path,
@@ -118,7 +118,7 @@ class ModelConfig:
             rope=_rope(config, read),
             max_position_embeddings=read.count("max_position_embeddings"),
             tie_word_embeddings=read.flag("tie_word_embeddings"),
-            bos_token_id=bos[0] if isinstance(bos, list) and bos else bos,
+            bos_token_id=bos[0] if bos else None,
             eos_token_ids=_token_ids(config.get("eos_token_id"), "eos_token_id"),
             attention_bias=read.flag("attention_bias"),
             mlp_bias=read.flag("mlp_bias"),
@@ -139,54 +139,8 @@ class ModelConfig:
         `tensor_types`: tensor name -> GGML type name ("Q4_1"); it decides tied embeddings and dtype
         auto (quantised: bfloat16). `frequency_divisors`: content of rope_freqs.weight, if any.
         """
-        name = metadata.get("general.architecture")
-        if name not in _GGUF_ARCHITECTURES:
-            supported = ", ".join(_GGUF_ARCHITECTURES)
-            raise ModelLoadError(
-                f"{path}: general.architecture={name!r} is not supported (supported: {supported})"
-            )
-
-        def get(key: str) -> Any:
-            return metadata.get(f"{name}.{key}")
-
-        rotated = get("rope.dimension_count")
-        head_dim = get("attention.key_length") or rotated
-        if rotated is not None and rotated != head_dim:
-            raise ModelLoadError(f"{path}: {name}.rope.dimension_count={rotated} is not head_dim")
-        kind = get("rope.scaling.type") or "none"
-        scaling = {"rope_type": "default" if kind == "none" else kind}
-        if kind != "none":
-            scaling["factor"] = get("rope.scaling.factor")
-        types = {kind for tensor, kind in tensor_types.items() if tensor.endswith(".weight")}
-        quantised = bool(types - set(_GGUF_FLOATS))
-        stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
-        tokens = metadata.get("tokenizer.ggml.tokens", ())
-        config = cls.from_hf(
-            {
-                "architectures": [_GGUF_ARCHITECTURES[name]],
-                "vocab_size": get("vocab_size") or len(tokens) or None,
-                "hidden_size": get("embedding_length"),
-                "intermediate_size": get("feed_forward_length"),
-                "num_hidden_layers": get("block_count"),
-                "num_attention_heads": get("attention.head_count"),
-                "num_key_value_heads": get("attention.head_count_kv"),
-                "head_dim": head_dim,
-                "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-                "rope_theta": get("rope.freq_base"),
-                "rope_scaling": scaling,
-                "max_position_embeddings": get("context_length"),
-                "tie_word_embeddings": "output.weight" not in tensor_types,
-                "attention_bias": "blk.0.attn_q.bias" in tensor_types,
-                "mlp_bias": "blk.0.ffn_up.bias" in tensor_types,
-                "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-                "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-                "num_experts": get("expert_count"),
-                "dtype": "bfloat16" if quantised else stored,
-            },
-            path,
-            load_format,
-            dtype,
-        )
+        hf = _hf_from_gguf(metadata, tensor_types, path)
+        config = cls.from_hf(hf, path, load_format, dtype)
         divisors = tuple(float(value) for value in frequency_divisors)
         if divisors and len(divisors) != config.head_dim // 2:
             raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
@@ -197,7 +151,6 @@ class ModelConfig:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
-    @property
     def num_layer_parameters(self) -> int:
         """Parameters of one decoder layer: q, k, v, o, gate, up, down, biases and two norms."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -207,19 +160,16 @@ class ModelConfig:
         biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         return attention + mlp + biases + 2 * self.hidden_size
 
-    @property
     def num_parameters(self) -> int:
         """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it."""
         vocab = self.vocab_size * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * self.num_layer_parameters + self.hidden_size + heads * vocab
+        return self.num_layers * self.num_layer_parameters() + self.hidden_size + heads * vocab
 
-    @property
     def weight_bytes(self) -> int:
         """num_parameters x bytes of the dtype."""
-        return self.num_parameters * self.dtype_bytes
+        return self.num_parameters() * self.dtype_bytes
 
-    @property
     def kv_bytes_per_token(self) -> int:
         """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
@@ -231,7 +181,7 @@ class ModelConfig:
         + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
         Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
-        matrices = self.num_layers * (self.num_layer_parameters - 2 * self.hidden_size)
+        matrices = self.num_layers * (self.num_layer_parameters() - 2 * self.hidden_size)
         logits = self.vocab_size * self.hidden_size
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
         return 2 * (matrices + logits) + attention
@@ -239,6 +189,53 @@ class ModelConfig:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Shape of one layer's K/V blocks; all layers are equal."""
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_dim, self.dtype_bytes)
+
+
+def _hf_from_gguf(
+    metadata: Mapping[str, Any], tensor_types: Mapping[str, str], path: Path
+) -> dict[str, Any]:
+    """The config.json that would say what the metadata say; missing values are None."""
+    name = metadata.get("general.architecture")
+    if name not in _GGUF_ARCHITECTURES:
+        supported = ", ".join(_GGUF_ARCHITECTURES)
+        raise ModelLoadError(
+            f"{path}: general.architecture={name!r} is not supported (supported: {supported})"
+        )
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{name}.{key}")
+
+    rotated = get("rope.dimension_count")
+    head_dim = get("attention.key_length") or rotated
+    if rotated is not None and rotated != head_dim:
+        raise ModelLoadError(f"{path}: {name}.rope.dimension_count={rotated} is not head_dim")
+    scaling: dict[str, Any] | None = None
+    if get("rope.scaling.type") not in (None, "none"):
+        scaling = {"type": get("rope.scaling.type"), "factor": get("rope.scaling.factor")}
+    quantised = not set(tensor_types.values()) <= set(_GGUF_FLOATS)
+    stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    return {
+        "architectures": [_GGUF_ARCHITECTURES[name]],
+        "vocab_size": get("vocab_size") or len(tokens) or None,
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base"),
+        "rope_scaling": scaling,
+        "max_position_embeddings": get("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensor_types,
+        "attention_bias": "blk.0.attn_q.bias" in tensor_types,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensor_types,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "num_experts": get("expert_count"),
+        "dtype": "bfloat16" if quantised else stored,
+    }
 
 
 # Key -> values that change nothing. Any other value asks for arithmetic we do not have.
@@ -311,9 +308,9 @@ def _dtype(asked: str, config: Mapping[str, Any]) -> DType:
     if asked == "auto":
         # transformers 5 writes "dtype", older versions "torch_dtype".
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name == "float32" or name == "bfloat16" or name == "float16":
-        return name
-    raise ConfigError(f"dtype: {name!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"dtype: {name!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return cast(DType, name)
 
 
 def _token_ids(value: Any, key: str) -> tuple[int, ...]:

@@ -54,4 +54,5 @@ class Attention(nn.Module):
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         value = heads[:, both:]
         out = self.backend.forward(query, key, value, kv_cache, metadata, self.scale)
-        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+        projected: torch.Tensor = self.o_proj(out.flatten(1))
+        return projected

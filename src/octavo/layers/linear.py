@@ -24,6 +24,8 @@ LARGER_TILES = (32, 64, 128, 256, 512)
 # Larger outputs gain nothing from larger tiles and would make the probe slow (lm_head).
 MAX_TILE_OUTPUTS = 4 << 20
 
+_NO_LARGER: tuple[int, ...] = (TILE,)
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -90,7 +92,7 @@ class TiledLinear:
             return self._product(x)[:rows]
         sizes = cover(padded, self.tiles)
         out = x.new_empty(padded, self.out_features)
-        for part, target in zip(x.split(sizes), out.split(sizes), strict=True):
+        for part, target in zip(torch.split(x, sizes), torch.split(out, sizes), strict=True):
             target.copy_(self._product(part))
         return out[:rows]
 
@@ -124,7 +126,8 @@ def packed_product(weight: torch.Tensor, bias: torch.Tensor | None, hint: int) -
 def _can_pack(dtype: torch.dtype) -> bool:
     # Private operators (inductor's freezing uses them): check each before use.
     ops = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not available or not hasattr(ops, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(ops._is_mkldnn_bf16_supported())
@@ -147,7 +150,7 @@ def choose_tiles(
     candidates = [tile for tile in LARGER_TILES if tile * out_features <= MAX_TILE_OUTPUTS]
     rows = max(candidates, default=2 * TILE)
     x = torch.randn(rows, in_features, generator=generator).to(dtype)
-    best_hint, best = TILE, (TILE,)
+    best_hint, best = TILE, _NO_LARGER
     for hint in (TILE, 1):
         usable = _agreeing_tiles(packed_product(weight, None, hint), x, candidates)
         if usable[-1] > best[-1]:
@@ -160,11 +163,11 @@ def choose_tiles(
 
 def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) -> tuple[int, ...]:
     """The canonical tile and those candidates that give its bits, also with the rows moved."""
-    expected = torch.cat([product(part) for part in x.split(TILE)])
+    expected = torch.cat([product(part) for part in torch.split(x, TILE)])
 
     def agrees(tile: int) -> bool:
-        straight = torch.cat([product(part) for part in x.split(tile)])
-        moved = torch.cat([product(part) for part in x.roll(7, 0).split(tile)]).roll(-7, 0)
+        straight = torch.cat([product(part) for part in torch.split(x, tile)])
+        moved = torch.cat([product(part) for part in torch.split(x.roll(7, 0), tile)]).roll(-7, 0)
         return torch.equal(straight, expected) and torch.equal(moved, expected)
 
     if not agrees(TILE):

