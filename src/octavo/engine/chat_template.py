@@ -88,7 +88,7 @@ class ChatTemplate:
             "documents": None,
             **kwargs,
             "messages": chat,
-            "tools": _plain("tools", list(tools)) if tools else None,
+            "tools": _checked_tools(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(variables)
@@ -175,6 +175,12 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"{field}[{i}].function.arguments", "must be an object")
         function["arguments"] = arguments
     return calls
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> Any:
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError("tools", f"must be a list of objects, not {tools!r}")
+    return _plain("tools", list(tools))
 
 
 def _plain(field: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ BYTE_CHARS = {
     **{
         b: chr(256 + i)
         for i, b in enumerate(
-            b for b in range(256) if not (33 <= b < 127 or 161 <= b < 173 or 174 <= b)
+            b for b in range(256) if not (33 <= b < 127 or 161 <= b < 173 or b >= 174)
         )
     },
 }

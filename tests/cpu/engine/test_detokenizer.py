@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.cpu.engine.helpers import SPECIALS, byte_tokenizer, token
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.tokenizer import Tokenizer
 from octavo.sampling_params import SamplingParams
+from tests.cpu.engine.helpers import SPECIALS, byte_tokenizer, token
 
 TEXTS = [
     "Hello, world",
@@ -269,7 +269,7 @@ def test_work_per_token_does_not_grow():
     detokenizer = IncrementalDetokenizer(counting, (), SamplingParams(stop=["aaab" * 10]))
     for i in range(5000):
         detokenizer.update([0xE2 if i % 2 else 0xFF])
-    for i in range(5000):
+    for _ in range(5000):
         detokenizer.update([ord("a")])
         assert len(detokenizer._held) < 40
     assert counting.calls == 10_000

@@ -1,0 +1,277 @@
+"""Token ids equal transformers'; decoding equals the tokenizers library's."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from octavo.engine.gguf_tokenizer import SUPPORTED_PRE, build_bpe, read_gguf_metadata
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.errors import ModelLoadError
+from tests.cpu.engine.helpers import BYTE_CHARS, SPECIALS, byte_tokenizer, spell
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "def f(x):\n    return x ** 2  # don't\n\n\n\tprint(f(12345))",
+    "a  12   345 6\u00a07 ١٢٣ ½ Ⅷ",
+    "  leading and trailing  ",
+    "Příliš žluťoučký kůň; 안녕하세요 세계; 日本語; 👨‍👩‍👧🏳️‍🌈",
+    "I'll we've DON'T it's 'quoted'",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "",
+    " ",
+    "\r\n\r\n \t \u2028 x",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_smollm2_ids_equal_transformers(smollm2, smollm2_reference, text):
+    ids = smollm2.encode(text)
+    assert ids == smollm2_reference(text)["input_ids"]
+    for skip in (True, False):
+        assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=60) | st.text(alphabet="ab1 \n'٣é,.<|>", max_size=40))
+def test_smollm2_ids_equal_transformers_on_any_text(smollm2, smollm2_reference, text):
+    ids = smollm2.encode(text)
+    assert ids == smollm2_reference(text)["input_ids"]
+    assert smollm2.decode(ids, False) == smollm2_reference.decode(ids, skip_special_tokens=False)
+
+
+@given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
+def test_smollm2_decode_equals_the_library_on_any_ids(smollm2, ids, skip):
+    assert smollm2.decode(ids, skip) == smollm2.backend.decode(ids, skip_special_tokens=skip)
+
+
+def test_smollm2_facts(smollm2):
+    assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_id) == (49152, 1, 2)
+    assert smollm2.special_token_ids == frozenset(range(17))
+    assert smollm2.is_special(2)
+    assert not smollm2.is_special(17)
+    assert (smollm2.id_to_token(2), smollm2.token_to_id("<|im_end|>")) == ("<|im_end|>", 2)
+    assert smollm2.encode("a")[0] != 1, "add_bos_token is false in the file"
+    assert smollm2.chat_template.startswith("{% for message in messages %}")
+
+
+def test_unknown_ids_have_no_text(smollm2):
+    assert smollm2.id_to_token(49152) is None
+    assert smollm2.id_to_token(-1) is None
+    assert smollm2.token_bytes(49152) == smollm2.token_bytes(-1) == b""
+
+
+def test_metadata_equals_the_gguf_package(tmp_path):
+    """Every value type, nested lists included."""
+    import gguf
+
+    path = tmp_path / "all.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint8("k.u8", 200)
+    writer.add_int8("k.i8", -3)
+    writer.add_uint16("k.u16", 60000)
+    writer.add_int16("k.i16", -30000)
+    writer.add_uint32("k.u32", 2**32 - 1)
+    writer.add_int32("k.i32", -(2**31))
+    writer.add_float32("k.f32", 0.5)
+    writer.add_bool("k.bool", True)
+    writer.add_string("k.text", "žluť\n")
+    writer.add_array("k.texts", ["a", "", "한"])
+    writer.add_array("k.ints", [1, -2, 3])
+    writer.add_array("k.one", [7])
+    writer.add_array("k.bools", [True, False])
+    writer.add_uint64("k.u64", 2**64 - 1)
+    writer.add_int64("k.i64", -(2**63))
+    writer.add_float64("k.f64", 1e300)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = {
+        k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if "GGUF." not in k
+    }
+    assert read_gguf_metadata(path) == expected
+    assert expected["k.one"] == [7]
+
+
+@pytest.mark.parametrize("data", [b"", b"GGUF", b"GGML" + bytes(40), b"GGUF\x01" + bytes(40)])
+def test_a_file_that_is_not_gguf_is_refused(tmp_path, data):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError, match=r"x\.gguf"):
+        read_gguf_metadata(path)
+
+
+def test_a_truncated_or_lying_header_is_refused(tmp_path, smollm2_path):
+    path = tmp_path / "x.gguf"
+    with smollm2_path.open("rb") as file:
+        head = file.read(100_000)
+    key = struct.pack("<Q", 1) + b"k"
+    one_pair = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key
+    for data in (
+        head,
+        one_pair + struct.pack("<IQ", 8, 2**62),  # text of 2^62 bytes
+        one_pair + struct.pack("<IIQ", 9, 0, 2**62),  # list of 2^62 numbers
+        one_pair + struct.pack("<II", 99, 0),  # unknown type
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ModelLoadError, match="cannot be read as GGUF"):
+            read_gguf_metadata(path)
+
+
+def _metadata(pre: str, **more) -> dict:
+    tokens = [*BYTE_CHARS.values(), "<|x|>", "user"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1] * 256 + [3, 4],
+        **more,
+    }
+
+
+@pytest.mark.parametrize("pre", SUPPORTED_PRE)
+@given(text=st.text(max_size=30))
+def test_each_pre_tokenizer_round_trips(pre, text):
+    tokenizer = build_bpe(_metadata(pre), "x.gguf")
+    expected = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+    decoded = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
+    assert decoded == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "I'll pay  1234€", ["I", "'ll", " pay", " ", " 1234", "€"]),
+        ("smollm", "pay  1234", ["pay", "  ", "1", "2", "3", "4"]),
+        ("llama-bpe", "I'LL pay 12345\n\n x", ["I", "'LL", " pay", " ", "123", "45", "\n\n", " x"]),
+        ("qwen2", "pay 123 (x)", ["pay", " ", "1", "2", "3", " (", "x", ")"]),
+    ],
+)
+def test_pre_tokenizers_split_as_published(pre, text, pieces):
+    tokenizer = build_bpe(_metadata(pre), "x.gguf")
+    found = [text[a:b] for _, (a, b) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == pieces
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not():
+    tokenizer = Tokenizer(build_bpe(_metadata("gpt-2"), "x.gguf"))
+    assert tokenizer.encode("<|x|>user") == [256, 257]
+    assert tokenizer.decode([256, 257]) == "user"
+    assert tokenizer.is_special(256)
+
+
+def test_unsupported_gguf_tokenizers_are_refused_with_the_supported_list():
+    with pytest.raises(ModelLoadError, match=r"'bloom' is not supported.*llama-bpe.*smollm"):
+        build_bpe(_metadata("bloom"), "x.gguf")
+    with pytest.raises(ModelLoadError, match=r"x\.gguf.*'llama'.*tokenizer\.json"):
+        build_bpe(_metadata("gpt-2", **{"tokenizer.ggml.model": "llama"}), "x.gguf")
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.ggml\.merges"):
+        build_bpe({k: v for k, v in _metadata("gpt-2").items() if "merges" not in k}, "x.gguf")
+
+
+def _save(folder, backend, **config) -> None:
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_folder_gives_the_same_tokenizer(tmp_path, smollm2):
+    _save(
+        tmp_path,
+        smollm2.backend,
+        bos_token="<|im_start|>",
+        eos_token={"content": "<|im_end|>", "special": True},
+        chat_template="{{ messages }}",
+    )
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("Ahoj, světe 12") == smollm2.encode("Ahoj, světe 12")
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.vocab_size) == (1, 2, 49152)
+    assert loaded.special_token_ids == smollm2.special_token_ids
+    assert loaded.chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.jinja").write_text("the file wins")
+    assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == "the file wins"
+
+
+def test_bos_is_added_once(tmp_path):
+    backend = byte_tokenizer().backend
+    bos = backend.token_to_id(SPECIALS[0])
+    _save(tmp_path, backend, bos_token=SPECIALS[0], add_bos_token=True)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a") == [bos, 97]
+    assert tokenizer.encode(SPECIALS[0] + "a") == [bos, 97]
+    assert tokenizer.encode("a", add_special_tokens=False) == [97]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], bos)]
+    )
+    _save(tmp_path, backend, bos_token=SPECIALS[0], add_bos_token=True)
+    assert load_tokenizer(tmp_path).encode("a") == [bos, 97]
+
+
+def test_named_templates_use_the_default_one(tmp_path):
+    templates = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    _save(tmp_path, byte_tokenizer().backend, chat_template=templates)
+    assert load_tokenizer(tmp_path).chat_template == "d"
+
+
+def test_a_missing_or_broken_tokenizer_says_where(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"looked for .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def _sentencepiece_like() -> Tokenizer:
+    vocab = {f"<0x{b:02X}>": b for b in range(256)}
+    for piece in ("▁", "▁Hello", "▁world", "ab", "é"):
+        vocab[piece] = len(vocab)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(backend, special_tokens_map={"eos_token": "</s>"})
+
+
+@given(st.data())
+def test_byte_fallback_decodes_like_the_library(data):
+    """Valid texts only: for a run of bytes that is partly invalid the library drops all of it."""
+    tokenizer = _sentencepiece_like()
+    part = st.integers(256, 261).map(lambda i: [i]) | st.text(min_size=1, max_size=3).map(
+        lambda t: list(t.encode())
+    )
+    ids = [i for ids in data.draw(st.lists(part, max_size=10)) for i in ids]
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+def test_byte_fallback_keeps_the_valid_part_of_a_run():
+    tokenizer = _sentencepiece_like()
+    assert tokenizer.decode([*"é".encode(), 0xFF]) == "é\ufffd"
+    assert tokenizer.decode([257, 258]) == "Hello world"
+
+
+def test_a_decoder_that_is_not_understood_is_refused():
+    backend = byte_tokenizer().backend
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ModelLoadError, match="WordPiece"):
+        Tokenizer(backend)
+
+
+def test_an_added_token_outside_the_byte_alphabet_decodes_to_itself():
+    backend = byte_tokenizer().backend
+    backend.add_tokens([AddedToken("two words 한", normalized=False)])
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("xtwo words 한y")
+    assert tokenizer.decode(ids) == "xtwo words 한y" == backend.decode(ids)
+    assert spell(b"a b") == "aĠb"
