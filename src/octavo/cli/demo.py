@@ -13,7 +13,7 @@ from octavo.core.scheduler_output import SchedulerStats
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.weights.demo_model import find_demo_model
+from octavo.weights.hub import DEMO
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     questions = list(args.prompts) or list(QUESTIONS)
     print(f"Loading SmolLM2-135M-Instruct for {len(questions)} prompts ...", flush=True)
-    with LLM(**{"model": str(find_demo_model()), **engine_settings(args)}) as llm:
+    with LLM(**{"model": DEMO, **engine_settings(args)}) as llm:
         print(f"Ready after {time.perf_counter() - start:.1f} s.\n", flush=True)
         prompts = llm.render_chat([[{"role": "user", "content": text}] for text in questions])
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         last = show_stream(llm, prompts, questions, params)
         elapsed = time.perf_counter() - began
         print(request_table(last))
-        print(engine_table(last, list(llm.engine.step_log), elapsed))
+        print(engine_table(last, list(llm.engine.core.step_log), elapsed))
     return 0
 
 

@@ -26,6 +26,8 @@ from octavo.logging import get_logger
 
 logger = get_logger(__name__)
 
+STEP_LOG_LENGTH = 4096  # steps that can be looked back on
+
 
 class EngineCore:
     """Scheduler and executor of one engine. Not thread-safe: one caller drives `step`."""
@@ -43,6 +45,8 @@ class EngineCore:
         self.scheduler = Scheduler(self.config.scheduler, self.config.cache, num_blocks)
         self._depth = 2 if self.config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
+        """State after each plan, newest last."""
         self._check_integrity = env.check_integrity()
 
     def add_request(self, request: EngineRequest) -> None:
@@ -64,6 +68,7 @@ class EngineCore:
             if plan.empty:
                 break
             self._in_flight.append((plan, self._executor.execute(plan)))
+            self.step_log.append(self.scheduler.stats())
         if not self._in_flight:
             return []
         outputs = self._settle(*self._in_flight.popleft())

@@ -5,13 +5,11 @@ The offline facade and, later, the server's front end drive requests through thi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from octavo.config.engine import EngineArgs, EngineConfig
 from octavo.config.resolve import resolve
-from octavo.core.scheduler_output import SchedulerStats
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
@@ -23,8 +21,6 @@ from octavo.outputs import RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
 from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
-
-STEP_LOG_LENGTH = 4096  # steps that can be looked back on
 
 
 class LLMEngine:
@@ -39,7 +35,6 @@ class LLMEngine:
         self.chat_template = ChatTemplate.load(args.chat_template, self.tokenizer)
         self._core = EngineCore(config)
         self.metrics = EngineMetrics()
-        self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         self._inputs = InputProcessor(self.config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
 
@@ -90,9 +85,7 @@ class LLMEngine:
         outputs, stopped = self._outputs.process(core_outputs)
         if stopped:
             self._core.abort(stopped)
-        stats = self._core.stats()
-        self.step_log.append(stats)
-        self.metrics.record_step(stats)
+        self.metrics.record_step(self._core.stats())
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:

@@ -42,7 +42,7 @@ class Worker:
         return size_kv_pool(self._config, block_bytes, min(before, available_memory()))
 
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
-        """Allocate the KV cache (zeroed: the null block must stay zero) and the runner."""
+        """Allocate the KV cache and the runner."""
         kv_caches = self._allocate(num_blocks)
         self._runner = ModelRunner(config, self._model, self._backend, kv_caches, self._device)
 
@@ -52,13 +52,16 @@ class Worker:
         return self._runner.launch(plan)
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
+        """One tensor a layer. Only the null block is zeroed (it is read for keys that are not
+        there); the rest is written before it is read, and takes no memory until then on a CPU."""
         dtype = getattr(torch, self._config.model.dtype)
-        return [
-            torch.zeros(
-                self._backend.kv_cache_shape(num_blocks, spec), dtype=dtype, device=self._device
-            )
-            for spec in self._specs
-        ]
+        caches = []
+        for spec in self._specs:
+            shape = self._backend.kv_cache_shape(num_blocks, spec)
+            cache = torch.empty(shape, dtype=dtype, device=self._device)
+            cache[0].zero_()
+            caches.append(cache)
+        return caches
 
     def _run_dummy(self, num_tokens: int) -> None:
         """One step of `num_tokens` tokens of one request on a KV cache of its own."""

@@ -139,10 +139,10 @@ def test_invalid_request_names_the_field_and_disturbs_nobody(
 
 
 def test_one_bad_prompt_refuses_the_batch_before_it_runs(llm: LLM) -> None:
-    steps = len(llm.engine.step_log)
+    steps = len(llm.engine.core.step_log)
     with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
         llm.generate(["fine", {"prompt_token_ids": [49152]}], GREEDY, use_tqdm=False)
-    assert len(llm.engine.step_log) == steps
+    assert len(llm.engine.core.step_log) == steps
 
 
 def test_priority_runs_first(smollm2_path: Path) -> None:

@@ -18,9 +18,9 @@ def test_second_request_computes_only_what_is_not_shared(smollm2_path: Path) -> 
         shared = (llm.get_tokenizer().encode(LONG) * 8)[:1000]
         tails = [llm.get_tokenizer().encode(text) for text in ("The first tail.", "Another end:")]
         [first] = llm.generate([shared + tails[0]], PARAMS, use_tqdm=False)
-        before = len(llm.engine.step_log)
+        before = len(llm.engine.core.step_log)
         [second] = llm.generate([shared + tails[1]], PARAMS, use_tqdm=False)
-        steps = list(llm.engine.step_log)[before:]
+        steps = list(llm.engine.core.step_log)[before:]
         assert first.num_cached_tokens == 0
         assert second.num_cached_tokens == 1000 // 16 * 16
         prefill = sum(step.num_prefill_tokens for step in steps)
