@@ -1,0 +1,111 @@
+"""Owns one kernel seen three ways at once: source lines, PTX and SASS, and how they correspond.
+
+`assemble` compiles and disassembles without a GPU. `notes` reads the result and says in words what
+the compiler did; `asm_text` and `asm_html` print it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from octavo.errors import KernelError
+from octavo.inspect.flow import Loop, loops
+from octavo.inspect.ptx import PtxInstruction, PtxKernel, parse_ptx
+from octavo.inspect.sass import Instruction, Location, SassKernel, disassemble
+from octavo.kernels.jit import KernelResources, compile_source
+
+_LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"$')
+
+
+@dataclass
+class Assembly:
+    """One kernel. `files` holds the text by file and line; `main` is the file of the kernel itself.
+
+    PTX line n is `ptx_lines[n - 1]`. SASS instructions carry their source and PTX lines.
+    """
+
+    name: str
+    main: str
+    files: dict[str, dict[int, str]]
+    ptx_lines: list[str]
+    ptx: PtxKernel
+    sass: SassKernel
+    resources: KernelResources
+
+    @cached_property
+    def sass_loops(self) -> list[Loop]:
+        return loops(self.sass)
+
+    @cached_property
+    def ptx_loops(self) -> list[Loop]:
+        return loops(self.ptx)
+
+    def text_at(self, where: Location) -> str:
+        return self.files.get(where.file, {}).get(where.line, "").strip()
+
+    def home_line(self, step: Instruction | PtxInstruction) -> int | None:
+        """The line of the kernel's own file that a step belongs to, through inlined calls."""
+        return next((w.line for w in step.locations() if w.file == self.main), None)
+
+
+def assemble(source: str, name: str, kernel: str | None = None) -> Assembly:
+    """Compile and disassemble `source`; `name` is the file name it appears under ("02_naive.cu").
+
+    `kernel` picks one of several entry functions, default the first. Raises KernelError when the
+    source does not compile, or when NVRTC or nvdisasm is missing.
+    """
+    compiled = compile_source(source, extra_flags=("-lineinfo",), name=name)
+    machine = disassemble(compiled.cubin)
+    if not machine:
+        raise KernelError(f"{name} has no kernel")
+    entry = kernel or next(iter(compiled.resources), next(iter(machine)))
+    if entry not in machine:
+        raise KernelError(f"{name} has no kernel {entry!r}, only {', '.join(machine)}")
+    return from_listings(
+        source=compiled.source,
+        ptx=compiled.ptx,
+        sass=machine[entry],
+        resources=compiled.resources[entry],
+    )
+
+
+def from_listings(source: str, ptx: str, sass: SassKernel, resources: KernelResources) -> Assembly:
+    """The same from texts at hand; `source` has `#line` marks where files begin."""
+    files = split_files(source)
+    parsed = parse_ptx(ptx).get(sass.name, PtxKernel(sass.name))
+    first = next((s.locations()[-1].file for s in sass.instructions if s.where), "")
+    main = first or next(iter(files), "")
+    return Assembly(sass.name, main, files, ptx.splitlines(), parsed, sass, resources)
+
+
+def split_files(source: str) -> dict[str, dict[int, str]]:
+    """Undo the inlining of headers: text by file and line, from the `#line` marks."""
+    files: dict[str, dict[int, str]] = {}
+    file, number = "kernel.cu", 1
+    for line in source.splitlines():
+        if mark := _LINE_MARK.match(line):
+            number, file = int(mark.group(1)), mark.group(2)
+            continue
+        files.setdefault(file, {})[number] = line
+        number += 1
+    return files
+
+
+@dataclass(frozen=True)
+class Note:
+    """One remark on what the compiler did, in plain words.
+
+    `kind` is a short heading. `lines` are source lines of the main file, `ptx_lines` lines of the
+    PTX text, `offsets` SASS offsets in bytes: where to look. `facts` holds the numbers in the text.
+    """
+
+    kind: str
+    text: str
+    lines: tuple[int, ...] = ()
+    ptx_lines: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
