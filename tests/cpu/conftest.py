@@ -1,0 +1,36 @@
+"""Shared by all CPU tests: the real model of the demo, and transformers' idea of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.weights.demo_model import SHA256, find_demo_model
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct; fails, and says what to install, if it is not there."""
+    path = find_demo_model()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    assert digest == SHA256, f"{path} is not the file that the tests were written for"
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    """transformers' LlamaForCausalLM with the dequantised weights, fp32, eager attention."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent,
+        gguf_file=smollm2_path.name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    ).eval()
