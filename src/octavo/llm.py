@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
@@ -30,6 +31,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self._engine: LLMEngine | None = None
         self._ids = count()
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._engine = LLMEngine(make_args({"model": str(model), **settings}))
 
     @property
@@ -166,6 +168,7 @@ class LLM:
         requests = list(zip(batch, params, priorities, strict=True))
         for prompt, param, rank in requests:
             engine.validate(prompt, param, rank)
+        mailbox: deque[RequestOutput] = deque()
         try:
             for prompt, param, rank in requests:
                 request_id = f"req-{next(self._ids)}"
@@ -173,10 +176,24 @@ class LLM:
                     request_id, prompt, param, priority=rank, output_kind=output_kind
                 )
                 ids.append(request_id)
-            while engine.has_work():
-                yield from engine.step()
+                self._mailboxes[request_id] = mailbox
+            num_unfinished = len(ids)
+            while num_unfinished:
+                while not mailbox:
+                    self._deliver(engine.step())
+                output = mailbox.popleft()
+                num_unfinished -= output.finished
+                yield output
         finally:
             engine.abort(ids)
+            for request_id in ids:
+                del self._mailboxes[request_id]
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """To whoever asked: a stream that is being read may be left alone while another call runs."""
+        for output in outputs:
+            if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                mailbox.append(output)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -100,6 +100,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
+        if not self._outputs.num_requests:
+            self._core.drain()
         return self._core.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:

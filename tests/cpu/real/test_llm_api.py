@@ -58,6 +58,18 @@ def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def test_a_stream_survives_other_calls(llm: LLM) -> None:
+    """Outputs go to the call that asked for them, also when calls are interleaved."""
+    [expected] = llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+    stream = llm.stream(TEXTS[0], GREEDY)
+    tokens = list(next(stream).outputs[0].token_ids)
+    [other] = llm.generate(TEXTS[1], dataclasses.replace(GREEDY, max_tokens=40), use_tqdm=False)
+    assert len(other.outputs[0].token_ids) == 40
+    for output in stream:
+        tokens += output.outputs[0].token_ids
+    assert tokens == expected.outputs[0].token_ids
+
+
 def test_stop_string_across_tokens(llm: LLM) -> None:
     """Cut before the stop string, after it with include_stop_str_in_output; ids are kept."""
     params = SamplingParams(temperature=0.0, max_tokens=40)
