@@ -1,0 +1,367 @@
+"""A fake runner with a KV memory that remembers what was written, and a loop around the scheduler.
+
+Tokens are a function of (request_id, position), so a request's output must be the same whatever
+the schedule. Each KV slot holds a signature of the whole prefix (and salt) up to its position; every
+step first reads its prefix back, so a wrong hit, an early free or an aliased block fails at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from octavo.config.engine import CacheConfig, SchedulerConfig
+from octavo.core.interfaces import KVConnectorScheduler
+from octavo.core.request import EngineRequest, RequestStatus
+from octavo.core.scheduler import Scheduler
+from octavo.core.scheduler_output import (
+    EngineCoreOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from octavo.outputs import FinishReason, TokenLogprobs
+from octavo.sampling_params import SamplingParams
+
+VOCAB = 50
+EOS = 49
+
+
+def fake_token(request_id: str, position: int) -> int:
+    """The token that stands at this position of this request, once sampled."""
+    return ((hash_text(request_id) * 31 + position * 7919) * 2654435761 >> 16) % VOCAB
+
+
+def hash_text(text: str) -> int:
+    """A small hash that does not depend on PYTHONHASHSEED."""
+    return sum((index + 1) * ord(char) for index, char in enumerate(text)) * 2654435761 % 1000003
+
+
+def make_request(
+    request_id: str,
+    prompt: int | list[int] = 8,
+    max_tokens: int = 4,
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    eos: bool = False,
+    **params: object,
+) -> EngineRequest:
+    """A request; `prompt` may be a length, then its tokens are its own."""
+    if isinstance(prompt, int):
+        prompt = [1000 + hash_text(request_id) % 997 + index for index in range(prompt)]
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        seed=0,
+        eos_token_ids=(EOS,) if eos else (),
+        max_tokens=max_tokens,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def make_scheduler(
+    num_usable_blocks: int = 64,
+    *,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    max_model_len: int = 128,
+    caching: bool = True,
+    connector: KVConnectorScheduler | None = None,
+    **config: object,
+) -> Scheduler:
+    """A scheduler over a small pool."""
+    return Scheduler(
+        SchedulerConfig(max_num_seqs, budget, max_model_len, **config),  # type: ignore[arg-type]
+        CacheConfig(block_size, caching, 0.9, None, None),
+        num_usable_blocks + 1,
+        connector=connector,
+    )
+
+
+def solo_output(request: EngineRequest, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """What the request must produce, computed without any scheduler."""
+    params, output = request.sampling_params, []
+    num_prompt = len(request.prompt_token_ids)
+    limit = min(request.max_tokens, max_model_len - num_prompt)
+    while len(output) < limit:
+        output.append(fake_token(request.request_id, num_prompt + len(output)))
+        stops = {*request.eos_token_ids, *(params.stop_token_ids or ())}
+        if len(output) >= params.min_tokens and output[-1] in stops:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@dataclass
+class _Slot:
+    request: EngineRequest
+    tokens: list[int]
+    num_computed: int
+    block_ids: list[int]
+    next_score: int
+    incarnation: int
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.request.sampling_params.prompt_logprobs is not None
+
+
+class FakeRunner:
+    """Executes plans as the device would: exact positions, from its own token history."""
+
+    def __init__(self, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.slots: dict[str, _Slot] = {}
+        self.kv: dict[int, int] = {}
+        self.hidden: dict[int, int] = {}
+        self.num_computed_tokens = 0
+        self.num_entered = 0
+        self.touched: dict[int, dict[int, set[int]]] = {}
+        """step_id -> block_id -> incarnations that read or write it; until the step is settled."""
+
+    def settled(self, step_id: int) -> None:
+        """Its result was applied (or it failed)."""
+        del self.touched[step_id]
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in plan.removed_request_ids:
+            del self.slots[request_id]
+        for new in plan.new_requests:
+            self._enter(new)
+        assert len(self.slots) <= self.max_num_seqs
+        for request_id, block_ids in plan.new_block_ids.items():
+            self.slots[request_id].block_ids += block_ids
+        self.touched[plan.step_id] = {}
+        output = ModelRunnerOutput(plan.step_id)
+        written: set[int] = set()
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            self._run(request_id, num_tokens, plan, output, written)
+        assert plan.sampling_requests == set(output.sampled_token_ids)
+        return output
+
+    def _enter(self, new: NewRequestData) -> None:
+        assert new.request_id not in self.slots
+        slot = _Slot(
+            new.engine_request,
+            list(new.token_ids),
+            new.num_computed_tokens,
+            list(new.block_ids),
+            new.score_start,
+            self.num_entered,
+        )
+        self.num_entered += 1
+        assert slot.num_computed < len(slot.tokens), "nothing left to compute"
+        self.slots[new.request_id] = slot
+        if slot.wants_scores:
+            signatures = self._signatures(slot, [])
+            owed = range(slot.next_score - 1, min(slot.num_computed, len(self._prompt(slot)) - 1))
+            for position in owed:
+                kept = self.hidden.get(self._kv_slot(slot, position))
+                assert kept == signatures[position], f"no hidden state at {position}"
+
+    def _run(
+        self,
+        request_id: str,
+        num_tokens: int,
+        plan: SchedulerOutput,
+        output: ModelRunnerOutput,
+        written: set[int],
+    ) -> None:
+        slot = self.slots[request_id]
+        drafts = plan.spec_token_ids.get(request_id, [])
+        start, end = slot.num_computed, slot.num_computed + num_tokens
+        assert num_tokens > 0
+        assert end <= self.max_model_len
+        signatures = self._signatures(slot, drafts)
+        for position in range(start):
+            assert self.kv[self._kv_slot(slot, position)] == signatures[position], (
+                f"{request_id}: wrong K/V at {position}"
+            )
+        for position in range(start, end):
+            kv_slot = self._kv_slot(slot, position)
+            assert kv_slot not in written, "two requests write one slot in one step"
+            written.add(kv_slot)
+            self.kv[kv_slot] = signatures[position]
+            self.hidden.pop(kv_slot, None)
+            if slot.wants_scores and position < len(self._prompt(slot)):
+                self.hidden[kv_slot] = signatures[position]
+        self._check_fence(slot, plan.step_id, start, end)
+        self.num_computed_tokens += num_tokens
+        if request_id in plan.sampling_requests:
+            assert end - len(drafts) == len(slot.tokens), "samples before all tokens are run"
+            sampled = self._verify(slot, drafts)
+            slot.tokens += sampled
+            end -= len(drafts) + 1 - len(sampled)
+            output.sampled_token_ids[request_id] = sampled
+            if slot.request.sampling_params.logprobs is not None:
+                output.logprobs[request_id] = [TokenLogprobs([t], [-1.0], 1) for t in sampled]
+        else:
+            assert not drafts
+            assert end <= len(slot.tokens)
+        slot.num_computed = end
+        self._score(slot, output)
+
+    def _check_fence(self, slot: _Slot, step_id: int, start: int, end: int) -> None:
+        """No block is written that an unsettled step uses for somebody else."""
+        size, owner = self.block_size, slot.incarnation
+        for block_id in slot.block_ids[start // size : -(-end // size)]:
+            for earlier in self.touched.values():
+                assert earlier.get(block_id, {owner}) <= {owner}, f"block {block_id} came too early"
+        for block_id in slot.block_ids[: -(-end // size)]:
+            self.touched[step_id].setdefault(block_id, set()).add(owner)
+
+    def _verify(self, slot: _Slot, drafts: list[int]) -> list[int]:
+        sampled: list[int] = []
+        for index in range(len(drafts) + 1):
+            sampled.append(fake_token(slot.request.request_id, len(slot.tokens) + index))
+            if index < len(drafts) and drafts[index] != sampled[-1]:
+                break
+        return sampled
+
+    def _score(self, slot: _Slot, output: ModelRunnerOutput) -> None:
+        end = min(slot.num_computed + 1, len(self._prompt(slot)))
+        if slot.wants_scores and slot.next_score < end:
+            owed = self._prompt(slot)[slot.next_score : end]
+            scores = [TokenLogprobs([token], [-1.0], 1) for token in owed]
+            output.prompt_logprobs[slot.request.request_id] = scores
+            slot.next_score = end
+
+    def _signatures(self, slot: _Slot, drafts: list[int]) -> list[int]:
+        state = hash_text(slot.request.cache_salt or "") + 1
+        signatures = []
+        for token in slot.tokens + drafts:
+            state = (state * 1000003 + token + 1) % (2**61 - 1)
+            signatures.append(state)
+        return signatures
+
+    def _kv_slot(self, slot: _Slot, position: int) -> int:
+        block_id = slot.block_ids[position // self.block_size]
+        assert block_id != 0, "the null block in a block table"
+        return block_id * self.block_size + position % self.block_size
+
+    @staticmethod
+    def _prompt(slot: _Slot) -> list[int]:
+        return slot.request.prompt_token_ids
+
+
+@dataclass
+class Received:
+    """Everything the client was told about one request."""
+
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[int] = field(default_factory=list)
+    last: EngineCoreOutput | None = None
+
+    def take(self, news: EngineCoreOutput) -> None:
+        assert self.last is None, "news after the end"
+        if news.logprobs is not None:
+            assert len(news.logprobs) == len(news.new_token_ids)
+        self.token_ids += news.new_token_ids
+        self.scores += [score.token_ids[0] for score in news.prompt_logprobs or []]
+        if news.finish_reason is not None:
+            self.last = news
+
+
+class Loop:
+    """schedule -> execute -> update with up to `depth` steps in flight, checked at every turn."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1, check: bool = True) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        self.check = check
+        config = scheduler.config
+        self.runner = FakeRunner(
+            scheduler.state.kv.block_size, config.max_num_seqs, config.max_model_len
+        )
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.received: dict[str, Received] = {}
+        self.plans: list[SchedulerOutput] = []
+        self.keep_plans = True
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add_request(request)
+        self.received[request.request_id] = Received(request)
+
+    def launch(self) -> SchedulerOutput:
+        """Plan one step and run it; holds the liveness promise of case S02."""
+        plan = self.scheduler.schedule()
+        blocked = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KV)
+        able = [r for r in self.scheduler.state.requests.values() if r.status not in blocked]
+        if able and not self.in_flight:
+            assert plan.num_scheduled_tokens, "requests wait, nothing is in flight, nothing runs"
+        assert plan.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        if not plan.empty:
+            self.in_flight.append((plan, self.runner.execute(plan)))
+            if self.keep_plans:
+                self.plans.append(plan)
+        self.verify()
+        return plan
+
+    def settle(self) -> list[EngineCoreOutput]:
+        """Apply the oldest result."""
+        plan, output = self.in_flight.popleft()
+        self.runner.settled(plan.step_id)
+        return self.deliver(self.scheduler.update(plan, output))
+
+    def fail(self) -> list[EngineCoreOutput]:
+        """The oldest step raised."""
+        plan, _ = self.in_flight.popleft()
+        self.runner.settled(plan.step_id)
+        return self.deliver(self.scheduler.fail_step(plan, "step failed"))
+
+    def abort(self, *request_ids: str) -> list[EngineCoreOutput]:
+        return self.deliver(self.scheduler.abort(request_ids))
+
+    def deliver(self, news: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        for item in news:
+            self.received[item.request_id].take(item)
+        self.verify()
+        return news
+
+    def step(self) -> list[EngineCoreOutput]:
+        while len(self.in_flight) < self.depth and not self.launch().empty:
+            pass
+        return self.settle() if self.in_flight else []
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Run until everything has ended; all blocks and slots must be back."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                break
+            self.step()
+        assert not self.scheduler.has_work(), "no end in sight"
+        assert self.scheduler.is_idle_clean()
+        assert not self.runner.slots
+
+    def verify(self) -> None:
+        if self.check:
+            self.scheduler.check_integrity()
+
+    def check_outputs(self) -> None:
+        """Each request that was not cut short got its solo output, and its scores once."""
+        for name, received in self.received.items():
+            expected, reason = solo_output(received.request, self.scheduler.config.max_model_len)
+            assert received.last is not None, f"{name} never ended"
+            if received.last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                assert received.token_ids == expected[: len(received.token_ids)]
+                continue
+            assert received.token_ids == expected, name
+            assert received.last.finish_reason == reason, name
+            if received.request.sampling_params.prompt_logprobs is not None:
+                assert received.scores == received.request.prompt_token_ids[1:], name
+
+
+def run_all(scheduler: Scheduler, requests: list[EngineRequest], depth: int = 1) -> Loop:
+    """Add all, drain, check."""
+    loop = Loop(scheduler, depth)
+    for request in requests:
+        loop.add(request)
+    loop.drain()
+    loop.check_outputs()
+    return loop
