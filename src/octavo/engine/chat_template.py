@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -33,9 +34,13 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens_map or {})
         self._template: jinja2.Template | None = None
+        self._takes_tools = False
         if source is not None:
+            environment = _environment()
             try:
-                self._template = _environment().from_string(source)
+                self._template = environment.from_string(source)
+                variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+                self._takes_tools = "tools" in variables
             except jinja2.TemplateSyntaxError as exc:
                 raise ConfigError(f"chat_template: line {exc.lineno}: {exc.message}") from exc
 
@@ -88,16 +93,27 @@ class ChatTemplate:
             "documents": None,
             **kwargs,
             "messages": chat,
-            "tools": _checked_tools(tools) if tools else None,
+            "tools": self._checked_tools(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(variables)
         return _cut_at_tag(text, final) if continue_final_message else text
 
+    def _checked_tools(self, tools: Sequence[Mapping[str, Any]]) -> Any:
+        if not self._takes_tools:
+            raise InvalidRequestError("tools", "the chat template has no place for tools")
+        if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
+            raise InvalidRequestError("tools", f"must be a list of objects, not {tools!r}")
+        return _plain("tools", list(tools))
+
     def _run(self, variables: dict[str, Any]) -> str:
         assert self._template is not None
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
+            text.encode("utf-8")
+            return text
+        except UnicodeEncodeError as exc:
+            raise InvalidRequestError("messages", f"not valid Unicode: {exc.reason}") from None
         except jinja2.TemplateError as exc:
             raise InvalidRequestError("messages", exc.message or "refused by the template") from exc
         except Exception as exc:
@@ -175,12 +191,6 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"{field}[{i}].function.arguments", "must be an object")
         function["arguments"] = arguments
     return calls
-
-
-def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> Any:
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError("tools", f"must be a list of objects, not {tools!r}")
-    return _plain("tools", list(tools))
 
 
 def _plain(field: str, value: Any) -> Any:

@@ -88,6 +88,7 @@ class InputProcessor:
             seed = params.seed & _MASK64
         else:
             seed = split_seed(self._seed & _MASK64, next(self._counter))
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         # The prompt is scored once, by the first completion.
         sibling_params = dataclasses.replace(params, prompt_logprobs=None)
         requests = [
@@ -99,7 +100,7 @@ class InputProcessor:
                 eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
                 bad_words_token_ids=resolved.bad_words,
                 max_tokens=resolved.max_tokens,
-                arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+                arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=resolved.cache_salt,
             )

@@ -148,9 +148,9 @@ class EngineMetrics:
         """`number` tokens of a completion arrived; `times` is brought up to date."""
         if times.last is None:
             times.first = now
-            self.histograms.itl_seconds.observe(0.0, number - 1)
         else:
             self.histograms.itl_seconds.observe(now - times.last)
+        if number > 1:
             self.histograms.itl_seconds.observe(0.0, number - 1)
         times.last = now
         times.num_tokens += number

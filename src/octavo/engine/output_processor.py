@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 from octavo.core.request import EngineRequest
@@ -51,25 +51,26 @@ class _Completion:
 
     def cumulative(self) -> CompletionOutput:
         """Everything so far, as a copy that later news does not change."""
-        out = self.output
-        return replace(
-            out,
-            text=self.detokenizer.text if self.detokenizer is not None else "",
-            token_ids=list(out.token_ids),
-            logprobs=None if out.logprobs is None else list(out.logprobs),
-        )
+        return self._copy(0, self.detokenizer.text if self.detokenizer is not None else "")
 
     def delta(self) -> CompletionOutput:
         """What is new since the last call."""
-        out, sent = self.output, self.num_sent_tokens
         text = "".join(self.unsent_text)
-        self.unsent_text = []
-        self.num_sent_tokens = len(out.token_ids)
-        return replace(
-            out,
+        self.unsent_text.clear()
+        sent, self.num_sent_tokens = self.num_sent_tokens, len(self.output.token_ids)
+        return self._copy(sent, text)
+
+    def _copy(self, start: int, text: str) -> CompletionOutput:
+        out = self.output  # dataclasses.replace would take longer than all the rest
+        return CompletionOutput(
+            index=out.index,
             text=text,
-            token_ids=out.token_ids[sent:],
-            logprobs=None if out.logprobs is None else out.logprobs[sent:],
+            token_ids=out.token_ids[start:],
+            cumulative_logprob=out.cumulative_logprob,
+            logprobs=None if out.logprobs is None else out.logprobs[start:],
+            finish_reason=out.finish_reason,
+            stop_reason=out.stop_reason,
+            error=out.error,
         )
 
 
@@ -82,6 +83,9 @@ class _ParentRequest:
     prompt_token_ids: list[int]
     kind: RequestOutputKind
     metrics: RequestMetrics
+    """Shared with the outputs, so it keeps up to date until the request ends."""
+    num_running: int
+    """Completions that have not ended."""
     completions: list[_Completion] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
@@ -89,7 +93,7 @@ class _ParentRequest:
     @property
     def finished(self) -> bool:
         """True once every completion has ended."""
-        return all(c.output.finished for c in self.completions)
+        return self.num_running == 0
 
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
@@ -117,7 +121,7 @@ class _ParentRequest:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=replace(self.metrics),
+            metrics=self.metrics,
         )
 
 
@@ -159,6 +163,7 @@ class OutputProcessor:
             prompt_token_ids=first.prompt_token_ids,
             kind=params.output_kind if output_kind is None else output_kind,
             metrics=RequestMetrics(first.arrival_time),
+            num_running=len(engine_requests),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         for index, request in enumerate(engine_requests):
@@ -236,8 +241,8 @@ class OutputProcessor:
 
     def _apply(self, completion: _Completion, news: EngineCoreOutput, now: float) -> None:
         parent, metrics = completion.parent, completion.parent.metrics
+        metrics.num_preemptions += news.num_preemptions - completion.num_preemptions
         completion.num_preemptions = news.num_preemptions
-        metrics.num_preemptions = sum(c.num_preemptions for c in parent.completions)
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = news.first_scheduled_time
         if completion.output.index == 0:
@@ -306,6 +311,7 @@ class OutputProcessor:
         del self._completions[completion.request_id]
         self.metrics.record_completion(completion.times, reason)
         parent = completion.parent
+        parent.num_running -= 1
         if parent.finished:
             del self._parents[parent.request_id]
             parent.metrics.finished_time = now

@@ -14,8 +14,9 @@ from typing import Any
 
 import tokenizers
 
-from octavo.engine.gguf_tokenizer import build_bpe, read_gguf_metadata
+from octavo.engine.gguf_tokenizer import build_bpe
 from octavo.errors import ModelLoadError
+from octavo.weights.gguf import GGUFFile
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -49,7 +50,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From the metadata of a GGUF file."""
-        meta = read_gguf_metadata(Path(path))
+        meta = GGUFFile(Path(path)).metadata
         backend = build_bpe(meta, str(path))
         named = {}
         for name, key in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+
+settings.register_profile("shared-machine", deadline=None)  # time says nothing on a busy machine
+settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +18,7 @@ def smollm2(smollm2_path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2_reference(smollm2_path):
+def reference_tokenizer(smollm2_path):
     """transformers' tokenizer of the same file.
 
     transformers drops tokenizer.ggml.pre; the digit split that SmolLM2 was trained with (its

@@ -60,25 +60,28 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("source", [None, CHATML, WITH_TOOLS], ids=["smollm2", "chatml", "tools"])
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["u", "su", "suau", "uct"])
 @pytest.mark.parametrize("generate", [True, False])
-def test_equals_transformers(smollm2, smollm2_reference, source, messages, generate):
-    expected = smollm2_reference.apply_chat_template(
+def test_equals_transformers(smollm2, reference_tokenizer, source, messages, generate):
+    tools = TOOLS if source == WITH_TOOLS else None
+    expected = reference_tokenizer.apply_chat_template(
         messages,
         chat_template=source,
-        tools=TOOLS,
+        tools=tools,
         add_generation_prompt=generate,
         tokenize=False,
         enable_thinking=True,
     )
     template = ChatTemplate.load(source, smollm2)
-    found = template.render(messages, generate, tools=TOOLS, enable_thinking=True)
+    found = template.render(messages, generate, tools=tools, enable_thinking=True)
     assert found == expected
 
 
 @pytest.mark.parametrize("source", [None, WITH_TOOLS], ids=["smollm2", "trimming"])
 @pytest.mark.parametrize("text", ["Sure", "Sure:  ", "\n", "a\n\nb "])
-def test_continuing_the_last_message_equals_transformers(smollm2, smollm2_reference, source, text):
+def test_continuing_the_last_message_equals_transformers(
+    smollm2, reference_tokenizer, source, text
+):
     messages = [USER, {"role": "assistant", "content": text}]
-    expected = smollm2_reference.apply_chat_template(
+    expected = reference_tokenizer.apply_chat_template(
         messages, chat_template=source, continue_final_message=True, tokenize=False
     )
     template = ChatTemplate.load(source, smollm2)
@@ -207,8 +210,13 @@ def test_options_are_checked():
         ChatTemplate("x").render([USER, ASSISTANT], False, continue_final_message=True)
     assert caught.value.field == "continue_final_message"
     with pytest.raises(InvalidRequestError) as caught:
-        template.render([USER], tools="add")
+        ChatTemplate(WITH_TOOLS).render([USER], tools="add")
     assert caught.value.field == "tools"
+    with pytest.raises(InvalidRequestError, match="no place for tools"):
+        template.render([USER], tools=TOOLS)
+    with pytest.raises(InvalidRequestError) as caught:
+        template.render([USER], documents=[], **{"tools ": 1, "bos_token": "\ud800"})
+    assert caught.value.field == "messages"
 
 
 def test_template_from_a_path(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import pytest
 import tokenizers
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from octavo.engine.gguf_tokenizer import SUPPORTED_PRE, build_bpe, read_gguf_metadata
+from octavo.engine.gguf_tokenizer import SUPPORTED_PRE, build_bpe
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import ModelLoadError
 from tests.cpu.engine.helpers import BYTE_CHARS, SPECIALS, byte_tokenizer, spell
@@ -31,18 +30,20 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_smollm2_ids_equal_transformers(smollm2, smollm2_reference, text):
+def test_smollm2_ids_equal_transformers(smollm2, reference_tokenizer, text):
     ids = smollm2.encode(text)
-    assert ids == smollm2_reference(text)["input_ids"]
+    assert ids == reference_tokenizer(text)["input_ids"]
     for skip in (True, False):
-        assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
+        assert smollm2.decode(ids, skip) == reference_tokenizer.decode(
+            ids, skip_special_tokens=skip
+        )
 
 
 @given(st.text(max_size=60) | st.text(alphabet="ab1 \n'٣é,.<|>", max_size=40))
-def test_smollm2_ids_equal_transformers_on_any_text(smollm2, smollm2_reference, text):
+def test_smollm2_ids_equal_transformers_on_any_text(smollm2, reference_tokenizer, text):
     ids = smollm2.encode(text)
-    assert ids == smollm2_reference(text)["input_ids"]
-    assert smollm2.decode(ids, False) == smollm2_reference.decode(ids, skip_special_tokens=False)
+    assert ids == reference_tokenizer(text)["input_ids"]
+    assert smollm2.decode(ids, False) == reference_tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
@@ -64,63 +65,6 @@ def test_unknown_ids_have_no_text(smollm2):
     assert smollm2.id_to_token(49152) is None
     assert smollm2.id_to_token(-1) is None
     assert smollm2.token_bytes(49152) == smollm2.token_bytes(-1) == b""
-
-
-def test_metadata_equals_the_gguf_package(tmp_path):
-    """Every value type, nested lists included."""
-    import gguf
-
-    path = tmp_path / "all.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint8("k.u8", 200)
-    writer.add_int8("k.i8", -3)
-    writer.add_uint16("k.u16", 60000)
-    writer.add_int16("k.i16", -30000)
-    writer.add_uint32("k.u32", 2**32 - 1)
-    writer.add_int32("k.i32", -(2**31))
-    writer.add_float32("k.f32", 0.5)
-    writer.add_bool("k.bool", True)
-    writer.add_string("k.text", "žluť\n")
-    writer.add_array("k.texts", ["a", "", "한"])
-    writer.add_array("k.ints", [1, -2, 3])
-    writer.add_array("k.one", [7])
-    writer.add_array("k.bools", [True, False])
-    writer.add_uint64("k.u64", 2**64 - 1)
-    writer.add_int64("k.i64", -(2**63))
-    writer.add_float64("k.f64", 1e300)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    expected = {
-        k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if "GGUF." not in k
-    }
-    assert read_gguf_metadata(path) == expected
-    assert expected["k.one"] == [7]
-
-
-@pytest.mark.parametrize("data", [b"", b"GGUF", b"GGML" + bytes(40), b"GGUF\x01" + bytes(40)])
-def test_a_file_that_is_not_gguf_is_refused(tmp_path, data):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(data)
-    with pytest.raises(ModelLoadError, match=r"x\.gguf"):
-        read_gguf_metadata(path)
-
-
-def test_a_truncated_or_lying_header_is_refused(tmp_path, smollm2_path):
-    path = tmp_path / "x.gguf"
-    with smollm2_path.open("rb") as file:
-        head = file.read(100_000)
-    key = struct.pack("<Q", 1) + b"k"
-    one_pair = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key
-    for data in (
-        head,
-        one_pair + struct.pack("<IQ", 8, 2**62),  # text of 2^62 bytes
-        one_pair + struct.pack("<IIQ", 9, 0, 2**62),  # list of 2^62 numbers
-        one_pair + struct.pack("<II", 99, 0),  # unknown type
-    ):
-        path.write_bytes(data)
-        with pytest.raises(ModelLoadError, match="cannot be read as GGUF"):
-            read_gguf_metadata(path)
 
 
 def _metadata(pre: str, **more) -> dict:
@@ -197,6 +141,18 @@ def test_folder_gives_the_same_tokenizer(tmp_path, smollm2):
     assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == "the file wins"
 
 
+def test_a_folder_saved_by_transformers(tmp_path, smollm2, reference_tokenizer):
+    reference_tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert loaded.encode(text) == reference_tokenizer(text)["input_ids"]
+    assert loaded.special_token_ids == frozenset(reference_tokenizer.all_special_ids) | (
+        smollm2.special_token_ids
+    )
+    assert loaded.chat_template == reference_tokenizer.chat_template
+    assert loaded.special_tokens_map == smollm2.special_tokens_map
+
+
 def test_bos_is_added_once(tmp_path):
     backend = byte_tokenizer().backend
     bos = backend.token_to_id(SPECIALS[0])
@@ -221,6 +177,9 @@ def test_named_templates_use_the_default_one(tmp_path):
 def test_a_missing_or_broken_tokenizer_says_where(tmp_path):
     with pytest.raises(ModelLoadError, match=r"looked for .*tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"GGML" + bytes(40))
+    with pytest.raises(ModelLoadError, match=r"x\.gguf"):
+        load_tokenizer(tmp_path / "x.gguf")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
