@@ -114,6 +114,13 @@ def launch(config: LaunchConfig, function: c_void_p, parameters: Any) -> None:
     call("cuLaunchKernelEx", byref(config), function, parameters, None)
 
 
+def max_active_clusters(config: LaunchConfig, function: c_void_p) -> int:
+    """How many clusters of this launch the device holds at one time."""
+    count = c_int()
+    call("cuOccupancyMaxActiveClusters", byref(count), function, byref(config))
+    return count.value
+
+
 def encode_tensor_map(
     target: int,
     address: int,

@@ -67,19 +67,26 @@ class Kernel:
 
     def launch(self, device: int, shape: LaunchShape, parameters: Any) -> None:
         """`parameters`: ctypes array of pointers to the arguments (see `pack`)."""
+        driver.launch(_config(device, shape), self.load(device), parameters)
+
+    def resident_ctas(self, device: int, shape: LaunchShape) -> int:
+        """CTAs that a persistent launch may use: one an SM, in clusters that all run at once.
+
+        A chip whose SM count is no multiple of the cluster, GPC by GPC, holds fewer clusters than
+        the division says, and one that has to wait for a second round would double the time.
+        """
+        if shape.cluster == 1:
+            return sm_count(device)
         function = self.load(device)
-        attributes, count = driver.launch_attributes(shape.cluster, shape.programmatic)
-        config = driver.LaunchConfig(
-            *shape.grid,
-            shape.threads,
-            1,
-            1,
-            shape.dynamic_smem,
-            torch.cuda.current_stream(device).cuda_stream,
-            attributes,
-            count,
-        )
-        driver.launch(config, function, parameters)
+        return driver.max_active_clusters(_config(device, shape), function) * shape.cluster
+
+
+def _config(device: int, shape: LaunchShape) -> driver.LaunchConfig:
+    attributes, count = driver.launch_attributes(shape.cluster, shape.programmatic)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return driver.LaunchConfig(
+        *shape.grid, shape.threads, 1, 1, shape.dynamic_smem, stream, attributes, count
+    )
 
 
 def pack(*arguments: Any) -> Any:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from ctypes import Structure, c_char, c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from octavo.errors import KernelError
 from octavo.kernels import driver
-from octavo.kernels.launch import Kernel, LaunchShape, pack, sm_count
+from octavo.kernels.launch import Kernel, LaunchShape, pack
 from octavo.kernels.matmul.quantization import ceil_div
 from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.schedule import hilbert_order
@@ -117,24 +117,37 @@ def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
     else:
         parameters, keep = _pack_bf16(rung, m, n, k, a, b, out)
     shape = LaunchShape(
-        grid=grid_of(rung, m, n, sm_count(device)),
+        grid=(rung.cluster, 1, 1),
         threads=rung.threads,
         dynamic_smem=rung.dynamic_smem,
         cluster=rung.cluster,
         programmatic=bool(rung.constants.get("PROGRAMMATIC", 0)),
     )
+    shape = replace(shape, grid=grid_of(rung, m, n, kernel.resident_ctas(device, shape)))
     return PreparedCall(kernel, shape, parameters, keep)
 
 
-def grid_of(rung: Rung, m: int, n: int, sms: int) -> tuple[int, int, int]:
-    """CTAs of a launch: one a tile, or as many as SMs, rounded down to whole clusters."""
+def grid_of(rung: Rung, m: int, n: int, resident: int) -> tuple[int, int, int]:
+    """CTAs of a launch: one a tile; for persistent rungs the fewest that finish in as many rounds.
+
+    With 2048 tiles 132 SMs need 16 rounds, and so do 128, all busy to the end: under a power limit
+    that is the faster way (+0.7% at 4096^3, +1.1% at 8192^3 for bf16 on an H200).
+    """
     tiles_m, tiles_n = ceil_div(m, rung.block_m), ceil_div(n, rung.block_n)
     if not rung.persistent:
         if tiles_m > MAX_GRID_Y:
             raise KernelError(f"rung {rung.name}: M={m} needs more than {MAX_GRID_Y} tile rows")
         return tiles_n, tiles_m, 1
-    clusters = ceil_div(tiles_m, rung.cluster) * tiles_n
-    return min(clusters, sms // rung.cluster) * rung.cluster, 1, 1
+    clusters_m, clusters_n = cluster_tiles(rung, m, n)
+    work = clusters_m * clusters_n
+    rounds = ceil_div(work * rung.cluster, resident)
+    return ceil_div(work, max(rounds, 1)) * rung.cluster, 1, 1
+
+
+def cluster_tiles(rung: Rung, m: int, n: int) -> tuple[int, int]:
+    """The output in units of one cluster's tiles, rows then columns."""
+    cluster_m = rung.cluster // rung.cluster_n
+    return ceil_div(m, rung.block_m * cluster_m), ceil_div(n, rung.block_n * rung.cluster_n)
 
 
 def check_operands(
@@ -222,8 +235,7 @@ def _pack_bf16(
     args.m, args.n, args.k = m, n, k
     keep: tuple[Any, ...] = (args,)
     if constants.get("HILBERT"):
-        tiles_m = ceil_div(m, rung.block_m * rung.cluster)
-        table = order_table(a.device.index, tiles_m, ceil_div(n, rung.block_n))
+        table = order_table(a.device.index, *cluster_tiles(rung, m, n))
         args.order = table.data_ptr()
         keep = (args, table)
     return pack(args), keep

@@ -33,7 +33,8 @@ class Rung:
     `dtype` "fp32": C[M,N] = A[M,K] B[K,N]; "bf16": C[M,N] = A[M,K] B[N,K]^T, both row-major.
     `kind` is "matmul", or "ilp" for rung 00, which multiplies nothing and only times FMA chains.
     `block_*` are the output tile and K step of one CTA, `threads` its size, `dynamic_smem` bytes.
-    `persistent`: the grid is the number of SMs, otherwise one CTA a tile. `cluster` is in CTAs.
+    `persistent`: the grid is the number of SMs, otherwise one CTA a tile. `cluster` is in CTAs, of
+    which `cluster_n` lie side by side and the rest below each other.
     `header` has the prose by field: Problem, Idea, Limiter, Predicted, Measured, PTX.
     """
 
@@ -51,6 +52,7 @@ class Rung:
     stages: int
     dynamic_smem: int
     cluster: int
+    cluster_n: int
     persistent: bool
     header: Mapping[str, str]
     constants: Mapping[str, int] = field(repr=False)
@@ -133,6 +135,7 @@ def read_rung(path: Path) -> Rung:
         stages=constants.get("STAGES", 1),
         dynamic_smem=constants.get("SMEM_BYTES", 0),
         cluster=constants.get("CLUSTER", 1),
+        cluster_n=constants.get("CLUSTER_N", 1),
         persistent=bool(constants.get("PERSISTENT", 0)),
         header=header,
         constants=constants,

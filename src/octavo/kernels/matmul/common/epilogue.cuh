@@ -53,9 +53,9 @@ DEVICE void stage_chunk(const float (&d)[N / 2], bf16* staging, int chunk) {
   }
 }
 
-// The same with stmatrix: 16 bytes a thread, a quarter of the instructions.
-template <int N>
-DEVICE void stage_chunk_stmatrix(const float (&d)[N / 2], bf16* staging, int chunk) {
+// The same with stmatrix: 16 bytes a thread, a quarter of the instructions. `packed`: the 16 registers
+// of a thread's share of the chunk.
+DEVICE void stage_packed_stmatrix(const uint32* packed, bf16* staging) {
   const int lane = threadIdx.x % 32;
   // Matrices 0..3 are (rows 0-7, piece 0), (rows 8-15, piece 0), (rows 0-7, piece 1), (rows 8-15, 1).
   const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
@@ -63,9 +63,61 @@ DEVICE void stage_chunk_stmatrix(const float (&d)[N / 2], bf16* staging, int chu
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     const int piece = pair * 2 + lane / 16;
-    const int i = chunk * 32 + pair * 8;
-    stmatrix_x4(base + (piece ^ row % 8) * 16, pack_bf16x2(d[i], d[i + 1]),
-                pack_bf16x2(d[i + 2], d[i + 3]), pack_bf16x2(d[i + 4], d[i + 5]),
-                pack_bf16x2(d[i + 6], d[i + 7]));
+    stmatrix_x4(base + (piece ^ row % 8) * 16, packed[pair * 4], packed[pair * 4 + 1],
+                packed[pair * 4 + 2], packed[pair * 4 + 3]);
   }
 }
+
+template <int N>
+DEVICE void stage_chunk_stmatrix(const float (&d)[N / 2], bf16* staging, int chunk) {
+  uint32 packed[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    packed[i] = pack_bf16x2(d[chunk * 32 + 2 * i], d[chunk * 32 + 2 * i + 1]);
+  }
+  stage_packed_stmatrix(packed, staging);
+}
+
+// A finished tile of one warpgroup, rounded to bf16 and kept in registers until there is time to store
+// it: chunk by chunk, through two staging buffers in turn, between the wgmmas of the next tile.
+template <int N>
+struct DeferredTile {
+  const TensorMap& map;
+  bf16 (&staging)[2][CHUNK_ELEMENTS];
+  const int barrier;  // a named barrier of this warpgroup's own
+  uint32 packed[N / 4];
+  int row = 0, col = 0;
+  bool waiting = false;
+
+  DEVICE DeferredTile(const TensorMap& map, bf16 (&staging)[2][CHUNK_ELEMENTS], int barrier)
+      : map(map), staging(staging), barrier(barrier) {}
+
+  DEVICE void take(const float (&d)[N / 2], int first_row, int first_col) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) packed[i] = pack_bf16x2(d[2 * i], d[2 * i + 1]);
+    row = first_row;
+    col = first_col;
+    waiting = true;
+  }
+
+  // Chunks go in order, 0 first. `chunk` must be known at compile time.
+  DEVICE void store(int chunk) {
+    bf16* target = staging[chunk % 2];
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();  // only the other buffer may be in use
+    named_barrier_sync<128>(barrier);
+    stage_packed_stmatrix(packed + chunk * 16, target);
+    fence_proxy_async();
+    named_barrier_sync<128>(barrier);
+    if (threadIdx.x % 128 == 0) {
+      tma_store(&map, target, col + chunk * CHUNK_COLS, row);
+      tma_store_commit();
+    }
+  }
+
+  DEVICE void store_all() {
+    if (!waiting) return;
+#pragma unroll
+    for (int chunk = 0; chunk < N / CHUNK_COLS; ++chunk) store(chunk);
+    waiting = false;
+  }
+};

@@ -1,9 +1,9 @@
 // 07 Warp tiling
 //
 // Problem:   C[M,N] = A[M,K] B[K,N], fp32, row-major, any M and N, K a multiple of 8.
-// Idea:      A level between CTA and thread: each of 4 warps owns 64x64 of the tile, its lanes form 4x8,
+// Idea:      A level between CTA and thread: each of 8 warps owns 64x32 of the tile, its lanes form 8x4,
 //            and a lane owns 4x4 patches spread over it. What a warp reads at one time is then
-//            contiguous, without conflicts, and 16 + 8 loaded values feed 128 FMAs.
+//            contiguous, without conflicts: one wavefront for each 16-byte load.
 // Limiter:   Latency of global memory: load, barrier, compute, barrier, nothing in flight meanwhile
 //            but the other CTAs of the SM; and 4-way conflicts where A is written transposed.
 // Predicted: 1.1x rung 06.
@@ -15,12 +15,12 @@ constexpr int BLOCK_M = 128;
 constexpr int BLOCK_N = 128;
 constexpr int BLOCK_K = 16;
 constexpr int WARP_M = 64;
-constexpr int WARP_N = 64;
-constexpr int THREADS = 128;
+constexpr int WARP_N = 32;
+constexpr int THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     warp_tiling(int M, int N, int K, const float* A, const float* B, float* C) {
-  using Tile = WarpTile<BLOCK_N / WARP_N, WARP_M, WARP_N, 4, 8>;
+  using Tile = WarpTile<BLOCK_N / WARP_N, WARP_M, WARP_N, 8, 4>;
   __shared__ float tile_a[BLOCK_K][BLOCK_M];  // transposed
   __shared__ float tile_b[BLOCK_K][BLOCK_N];
   const Tile tile;
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int step = 0; step < BLOCK_K; ++step) {
       float a[Tile::ROWS], b[Tile::COLS];
-      load_fragment<Tile::ROWS, 16>(a, &tile_a[step][tile.row]);
-      load_fragment<Tile::COLS, 32>(b, &tile_b[step][tile.col]);
+      load_fragment<Tile::ROWS, 32>(a, &tile_a[step][tile.row]);
+      load_fragment<Tile::COLS, 16>(b, &tile_b[step][tile.col]);
       outer_product(sums, a, b);
     }
     __syncthreads();

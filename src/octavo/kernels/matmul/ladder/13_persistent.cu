@@ -3,7 +3,9 @@
 // Problem:   C[M,N] = A[M,K] B[N,K]^T, bf16 in and out, fp32 accumulate, any M and N, K a multiple of 8.
 // Idea:      One CTA an SM lives for the whole product and walks over tiles. The producer runs ahead into
 //            the next tile while the consumers still store this one; CTA starts and barrier set-up are
-//            paid once; and the order of tiles is ours: 16 rows of tiles deep, near square in the L2.
+//            paid once; the order of tiles is ours: 16 rows of tiles deep, near square in the L2; and so
+//            is the grid: the fewest CTAs that need no more rounds, for an SM that idles in the last
+//            round would have had its power better spent on the clock of the others.
 // Limiter:   Barrier traffic: 257 + 256 arrivals a stage, all on one shared-memory word each.
 // Predicted: 660 TFLOP/s (reported on an H100).
 // Measured:  not yet

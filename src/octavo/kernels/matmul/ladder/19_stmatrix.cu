@@ -48,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 128) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) {
-      const uint64 keep = policy_evict_last();
       for (int index = first; index < tiles; index += clusters) {
         const Tile tile = unpack_tile(args.order[index]);
         const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
@@ -58,9 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
           uint64* full = &shared.ring.full[ring.stage];
           mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-          tma_load_hinted(shared.a[ring.stage], &args.a, full, k, row, keep);
-          tma_load_multicast_hinted(shared.b[ring.stage] + rank * B_BOX_ROWS * BLOCK_K, &args.b,
-                                    full, k, col, (1 << CLUSTER) - 1, keep);
+          tma_load(shared.a[ring.stage], &args.a, full, k, row);
+          tma_load_multicast(shared.b[ring.stage] + rank * B_BOX_ROWS * BLOCK_K, &args.b, full, k,
+                             col, (1 << CLUSTER) - 1);
         }
       }
     }
