@@ -1,0 +1,190 @@
+"""The paged reference against softmax(Q K^T) V without pages, and its promises about bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from octavo.attention.reference import ReferenceAttention, rows_agree
+from octavo.config.kv_cache import KVCacheSpec
+from tests.cpu.paged import BlockTables, assert_close, assert_same_bits, common_metadata
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 64
+SCALE = HEAD_DIM**-0.5
+
+
+class Fixture:
+    """Random q, k, v for some requests, a cache, and steps over them."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        stale: float = 0.0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(lengths))
+        self.spec = KVCacheSpec(block_size, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
+        self.backend = ReferenceAttention(NUM_HEADS, self.spec)
+
+        def random(length: int, heads: int) -> torch.Tensor:
+            return torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
+
+        self.q = [random(length, NUM_HEADS) for length in lengths]
+        self.k = [random(length, NUM_KV_HEADS) for length in lengths]
+        self.v = [random(length, NUM_KV_HEADS) for length in lengths]
+        num_blocks = sum(-(-length // block_size) for length in lengths) + 5
+        self.blocks = BlockTables(num_blocks, block_size, seed=len(lengths))
+        for length in lengths:
+            self.blocks.add(length)
+        self.cache = torch.full(self.backend.kv_cache_shape(num_blocks, self.spec), stale).to(dtype)
+        self.cache[0] = 0
+        self.done = [0] * len(lengths)
+
+    def step(self, counts: dict[int, int]) -> dict[int, torch.Tensor]:
+        """Run the next counts[r] tokens of each request r."""
+        slices = {r: slice(self.done[r], self.done[r] + n) for r, n in counts.items()}
+        for r, n in counts.items():
+            self.done[r] += n
+        common = common_metadata(
+            list(counts.values()),
+            [self.done[r] for r in counts],
+            [self.blocks.tables[r] for r in counts],
+            self.spec.block_size,
+        )
+        q, k, v = (
+            torch.cat([tensors[r][rows] for r, rows in slices.items()])
+            for tensors in (self.q, self.k, self.v)
+        )
+        metadata = self.backend.build_metadata(common)
+        out = self.backend.forward(q, k, v, self.cache, metadata, SCALE)
+        return dict(zip(counts, torch.split(out, list(counts.values())), strict=True))
+
+    def run(self, request: int, chunks: Sequence[int]) -> torch.Tensor:
+        """All tokens of one request, alone, in chunks."""
+        return torch.cat([self.step({request: n})[request] for n in chunks])
+
+    def expected(self, request: int) -> torch.Tensor:
+        """Without pages, splits or items, in double."""
+        q, k, v = (t[request].double().transpose(0, 1) for t in (self.q, self.k, self.v))
+        k, v = (t.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 0) for t in (k, v))
+        scores = q @ k.transpose(1, 2) * SCALE
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return (weights @ v).transpose(0, 1)
+
+
+LENGTHS = (1, 5, 16, 17, 255, 256, 257, 300, 513, 700)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_ragged_batch_equals_unpaged(block_size: int) -> None:
+    """All requests prefilled in one step."""
+    fixture = Fixture(LENGTHS, block_size)
+    out = fixture.step(dict(enumerate(LENGTHS)))
+    for request, got in out.items():
+        assert_close(got, fixture.expected(request), 3e-6)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_chunked_batch_with_decodes_equals_unpaged(block_size: int) -> None:
+    """Chunks that start inside blocks and splits, beside requests that decode."""
+    fixture = Fixture((700, 300, 40), block_size)
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    plan = [{0: 250, 1: 299, 2: 7}, {0: 13, 2: 1, 1: 1}, {2: 1, 0: 430}, {2: 31}, {0: 7}]
+    for counts in plan:
+        for request, got in fixture.step(counts).items():
+            parts[request].append(got)
+    for request, pieces in enumerate(parts):
+        assert_close(torch.cat(pieces), fixture.expected(request), 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_solo_batched_chunked_and_decoded_have_equal_bits(dtype: torch.dtype) -> None:
+    """Chunks of 7, 37, 64 and 501, one token at a time, another block size, and batch mates."""
+    lengths = (600, 90, 333)
+    expected = Fixture(lengths, 16, dtype).run(0, [600])
+    for chunk in (7, 37, 64, 501):
+        sizes = [end - start for start, end in pairwise([*range(0, 600, chunk), 600])]
+        assert_same_bits(Fixture(lengths, 16, dtype).run(0, sizes), expected)
+    # Decode, across the border of two splits.
+    assert_same_bits(Fixture(lengths, 16, dtype).run(0, [240, *[1] * 40, 320]), expected)
+    assert_same_bits(Fixture(lengths, 32, dtype).run(0, [300, 300]), expected)
+    assert_same_bits(Fixture(lengths, 8, dtype).run(0, [599, 1]), expected)
+    fixture = Fixture(lengths, 16, dtype)
+    got = [fixture.step(counts)[0] for counts in ({2: 300, 0: 500, 1: 89}, {1: 1, 0: 100, 2: 33})]
+    assert_same_bits(torch.cat(got), expected)
+
+
+def test_stale_nan_in_unowned_slots_reaches_nothing() -> None:
+    """Every slot that no token of these requests has written is NaN, also in their own blocks."""
+    lengths = (20, 300, 1)
+    clean, poisoned = Fixture(lengths), Fixture(lengths, stale=float("nan"))
+    for counts in ({0: 19, 1: 290}, {1: 9, 2: 1}, {0: 1, 1: 1}):
+        expected, got = clean.step(counts), poisoned.step(counts)
+        for request in counts:
+            assert_same_bits(got[request], expected[request])
+
+
+def test_nan_of_one_request_stays_with_it() -> None:
+    fixture, clean = Fixture((40, 40)), Fixture((40, 40))
+    fixture.k[0][3] = float("nan")
+    got, expected = fixture.step({0: 40, 1: 40}), clean.step({0: 40, 1: 40})
+    assert_same_bits(got[1], expected[1])
+    assert torch.isnan(got[0][3:]).all()
+
+
+def test_padding_tokens_write_nothing_and_return_zero() -> None:
+    """Slot -1, and rows past the last request."""
+    fixture = Fixture((10,), stale=float("nan"))
+    common = common_metadata([10], [10], fixture.blocks.tables, 16)
+    pad = torch.full((6,), -1)
+    padded = type(common)(
+        common.query_start_loc,
+        common.seq_lens,
+        common.block_tables,
+        torch.cat((common.slot_mapping, pad)),
+        torch.cat((common.positions, pad + 1)),
+        10,
+        10,
+        [10],
+        [10],
+    )
+    q, k, v = (
+        torch.cat((t[0], torch.full((6, *t[0].shape[1:]), float("nan"))))
+        for t in (fixture.q, fixture.k, fixture.v)
+    )
+    metadata = fixture.backend.build_metadata(padded)
+    out = fixture.backend.forward(q, k, v, fixture.cache, metadata, SCALE)
+    assert_close(out[:10], fixture.expected(0), 3e-6)
+    assert (out[10:] == 0).all()
+    assert (fixture.cache[0] == 0).all()
+
+
+def test_a_block_is_one_contiguous_range() -> None:
+    spec = KVCacheSpec(16, 2, 64, 4)
+    shape = ReferenceAttention(6, spec).kv_cache_shape(9, spec)
+    cache = torch.zeros(shape)
+    assert cache[3].is_contiguous()
+    assert cache[3].numel() * cache.element_size() == spec.block_bytes
+
+
+def test_without_agreement_only_small_items_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where items of 128 rows give other bits, results are right and repeatable."""
+    monkeypatch.setattr("octavo.attention.reference.rows_agree", lambda *_: False)
+    fixture = Fixture((300,))
+    expected = fixture.run(0, [300])
+    assert_close(expected, fixture.expected(0), 3e-6)
+    assert_same_bits(Fixture((300,)).run(0, [1] * 20 + [280]), expected)
+
+
+def test_probe_of_item_sizes_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_agree(16, 16, 64)
+    real = torch.bmm
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6 * (a.shape[1] > 16))
+    )
+    assert not rows_agree(16, 128, 64)
