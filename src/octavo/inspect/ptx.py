@@ -13,9 +13,9 @@ from octavo.inspect.sass import Location
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(?")
-_LABEL = re.compile(r"^\s*(\$?\w+):\s*(?://.*)?$")
-_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
-_INSTRUCTION = re.compile(r"^\s*(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"(\$?\w+):(?!:)")
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_INSTRUCTION = re.compile(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*?)\s*$")
 _BRANCH = re.compile(r"(\$?\w+)\s*$")
 
 
@@ -52,20 +52,6 @@ class PtxKernel:
     instructions: list[PtxInstruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
-    def add_label(self, name: str) -> None:
-        """Labels of inline assembly repeat with each copy: later ones are kept as "name#2"..."""
-        copies = sum(key.split("#")[0] == name for key in self.labels)
-        key = f"{name}#{copies + 1}" if copies else name
-        self.labels[key] = len(self.instructions)
-
-    def settle_targets(self) -> None:
-        """Point each branch at the nearest copy of its label."""
-        for index, step in enumerate(self.instructions):
-            copies = [k for k in self.labels if step.target and k.split("#")[0] == step.target]
-            if len(copies) > 1:
-                nearest = min(copies, key=lambda key: abs(self.labels[key] - index))
-                self.instructions[index] = replace(step, target=nearest)
-
     def index_of(self, label: str) -> int | None:
         index = self.labels.get(label)
         return index if index is not None and index < len(self.instructions) else None
@@ -101,35 +87,77 @@ class _Lines:
         return Location(self.files.get(file, f"file {file}"), int(line))
 
 
+class _Reader:
+    """Builds kernels statement by statement. Braces open scopes, in which labels are local."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.kernels: dict[str, PtxKernel] = {}
+        self.lines = _Lines(files)
+        self.kernel: PtxKernel | None = None
+        self.scopes: list[int] = []
+        self.opened = 0
+        self.branches: list[tuple[int, str, list[int]]] = []
+
+    def enter(self, name: str) -> None:
+        self.kernel = self.kernels.setdefault(name, PtxKernel(name))
+        self.scopes, self.branches = [], []
+        self.lines.start()
+
+    def open(self) -> None:
+        self.opened += 1
+        self.scopes.append(self.opened)
+
+    def close(self) -> None:
+        if self.scopes:
+            self.scopes.pop()
+        if not self.scopes and self.kernel:
+            self._settle(self.kernel)
+            self.kernel = None
+
+    def label(self, name: str) -> None:
+        if self.kernel and self.scopes:
+            self.kernel.labels[f"{name}@{self.scopes[-1]}"] = len(self.kernel.instructions)
+
+    def statement(self, number: int, text: str) -> None:
+        if self.kernel is None or not self.scopes:
+            return
+        if loc := _LOC.match(text):
+            self.lines.add(loc)
+        elif found := _INSTRUCTION.match(text):
+            guard, opcode, operands = found.groups()
+            where, callers = self.lines.chain()
+            branch = _BRANCH.search(operands) if opcode.startswith("bra") else None
+            if branch:
+                index = len(self.kernel.instructions)
+                self.branches.append((index, branch.group(1), list(self.scopes)))
+            self.kernel.instructions.append(
+                PtxInstruction(number, guard or "", opcode, operands, None, where, callers)
+            )
+
+    def _settle(self, kernel: PtxKernel) -> None:
+        """Branch targets, once all labels are known: the innermost scope that has the name."""
+        for index, name, scopes in self.branches:
+            keys = [f"{name}@{scope}" for scope in reversed(scopes)]
+            target = next((key for key in keys if key in kernel.labels), None)
+            kernel.instructions[index] = replace(kernel.instructions[index], target=target)
+
+
 def parse_ptx(text: str) -> dict[str, PtxKernel]:
     """All kernels of a PTX text, by name. Declarations and debug sections are skipped."""
-    kernels: dict[str, PtxKernel] = {}
-    current: PtxKernel | None = None
-    lines = _Lines(dict(_FILE.findall(text)))
-    depth = 0
+    reader = _Reader(dict(_FILE.findall(text)))
     for number, line in enumerate(text.splitlines(), 1):
         code = line.split("//", 1)[0]
-        if depth == 0 and (entry := _ENTRY.search(code)):
-            current = kernels.setdefault(entry.group(1), PtxKernel(entry.group(1)))
-            lines.start()
-        if current is None:
+        if entry := _ENTRY.search(code):
+            reader.enter(entry.group(1))
             continue
-        if loc := _LOC.match(code):
-            lines.add(loc)
-        elif depth and (label := _LABEL.match(code)):
-            current.add_label(label.group(1))
-        elif depth and (found := _INSTRUCTION.match(code)):
-            guard, opcode, operands = found.groups()
-            where, callers = lines.chain()
-            branch = _BRANCH.search(operands) if opcode.startswith("bra") else None
-            target = branch.group(1) if branch else None
-            current.instructions.append(
-                PtxInstruction(number, guard or "", opcode, operands, target, where, callers)
-            )
-        # wgmma's register lists and inline asm blocks open and close braces on one line or nest.
-        depth += code.count("{") - code.count("}")
-        if depth <= 0 and current.instructions:
-            current, depth = None, 0
-    for kernel in kernels.values():
-        kernel.settle_targets()
-    return kernels
+        while code := code.strip():
+            if code[0] in "{}":
+                reader.open() if code[0] == "{" else reader.close()
+                code = code[1:]
+            elif label := _LABEL.match(code):
+                reader.label(label.group(1))
+                code = code[label.end() :]
+            else:
+                statement, _, code = code.partition(";")
+                reader.statement(number, statement)
+    return reader.kernels

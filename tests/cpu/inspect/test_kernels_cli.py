@@ -1,0 +1,106 @@
+"""`octavo kernels` as a user calls it, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.kernels.matmul.registry import RUNGS
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["kernels", *words])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_list_names_every_rung(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "list", "--long")
+    assert status == 0
+    for one in RUNGS:
+        assert f"{one.name} " in out
+        assert one.idea in out
+
+
+def test_bench_says_in_one_line_that_it_needs_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, out, err = call(capsys, "bench")
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "needs a CUDA GPU" in err
+
+
+def test_asm_prints_remarks_and_writes_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, _ = call(capsys, "asm", "02", "--notes")
+    assert status == 0
+    words = " ".join(out.split())
+    assert "unrolled x4 in PTX" in words
+    assert "x16 in SASS" in words
+    page = tmp_path / "new" / "a.html"
+    status, out, _ = call(capsys, "asm", "02_naive", "--html", str(page))
+    assert (status, str(page) in out) == (0, True)
+    assert "<title>02 Naive, coalesced</title>" in page.read_text()
+
+
+def test_asm_reads_a_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "mine.cu"
+    source.write_text('extern "C" __global__ void mine(float* p) { p[threadIdx.x] *= 2.0f; }\n')
+    status, out, _ = call(capsys, "asm", str(source))
+    assert status == 0
+    assert "FADD" in out or "FMUL" in out
+    status, _, err = call(capsys, "asm", str(tmp_path / "absent.cu"))
+    assert (status, "cannot read" in err) == (2, True)
+    source.write_text("this is no kernel\n")
+    status, _, err = call(capsys, "asm", str(source))
+    assert (status, "does not compile" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["99", "no_such_rung"])
+def test_an_unknown_rung_is_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, _, err = call(capsys, "asm", name)
+    assert status == 2
+    assert err.startswith("octavo: error: no rung")
+    assert err.count("\n") == 1
+
+
+def test_roofline_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "roofline", "8192", "8192", "8192")
+    assert status == 0
+    assert "2730.7 FLOP/byte" in out
+    assert "bound by    compute" in out
+    assert "2048 tiles" in out
+    _, out, _ = call(capsys, "roofline", "1", "4096", "4096", "--clock", "1500")
+    assert "bound by    memory" in out
+    with pytest.raises(SystemExit):
+        main(["kernels", "roofline", "0", "1", "1"])
+
+
+def test_occupancy_of_numbers_and_of_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "occupancy", "--threads", "1024", "--registers", "33")
+    assert status == 0
+    assert "50% occupancy" in out
+    status, out, _ = call(capsys, "occupancy", "02_naive")
+    assert (status, "100% occupancy" in out) == (0, True)
+    status, _, err = call(capsys, "occupancy")
+    assert (status, "--threads" in err) == (2, True)
+    status, _, err = call(capsys, "occupancy", "--threads", "1024", "--registers", "128")
+    assert (status, "do not fit" in err) == (2, True)
+
+
+def test_report_needs_something_to_report(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, _, err = call(capsys, "report")
+    assert (status, "--figures" in err) == (2, True)
+    status, _, _ = call(capsys, "report", "--figures", str(tmp_path))
+    assert status == 0
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {
+        f"{n}.svg" for n in ("swizzle", "schedules", "quantization", "occupancy", "roofline")
+    }

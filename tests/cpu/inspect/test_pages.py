@@ -1,0 +1,258 @@
+"""Pages and pictures: well formed, self-contained, and showing what the data says."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import KernelError
+from octavo.inspect.asm_html import render_html
+from octavo.inspect.figures import pictures
+from octavo.inspect.figures_curves import Bar, Point, Roof, bar_figure, roofline_figure
+from octavo.inspect.notes import notes
+from octavo.inspect.report import render_report
+from octavo.inspect.report_data import load_run, parse_run, requested_intensity
+from octavo.inspect.svg import Scale, Svg
+from octavo.kernels.matmul.registry import RUNGS, rung
+from octavo.kernels.matmul.roofline import Roofline
+from tests.cpu.inspect.listings import LOOP_SASS, LOOP_SOURCE, listing
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+# Attributes by which a page could reach out of itself.
+REACH = {"src", "srcset", "data", "action", "poster", "background"}
+
+
+class Checker(HTMLParser):
+    """Fails on unbalanced tags and on anything that would be loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.links: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        names = dict(attrs)
+        assert not REACH & names.keys(), f"<{tag}> loads {names}"
+        assert tag not in ("link", "iframe", "object", "embed")
+        self.links += [names["href"] or ""] if "href" in names else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def checked(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert checker.open == []
+    for outside in ("http://", "https://", "@import", "url("):
+        assert outside not in html.replace("http://www.w3.org/2000/svg", "")
+    return checker
+
+
+def result(
+    name: str, dtype: str, size: int, mode: str, tflops: float, ref: float
+) -> dict[str, Any]:
+    micros = 2 * size**3 / tflops / 1e6
+    return {
+        "rung": name,
+        "dtype": dtype,
+        "m": size,
+        "n": size,
+        "k": size,
+        "mode": mode,
+        "median_us": micros,
+        "low_us": micros * 0.99,
+        "high_us": micros * 1.02,
+        "tflops": tflops,
+        "vs_cublas": tflops / ref,
+        "ok": True,
+    }
+
+
+def document() -> dict[str, Any]:
+    """A run in the harness's form, with made-up speeds."""
+    results = []
+    for dtype, reference, modes in (
+        ("fp32", 50.0, ["sustained"]),
+        ("bf16", 780.0, ["cool", "sustained"]),
+    ):
+        chosen = [r for r in RUNGS if r.dtype == dtype and r.kind == "matmul"]
+        for mode in modes:
+            for place, one in enumerate(chosen, 1):
+                speed = reference * 1.05 * place / len(chosen)
+                results.append(result(one.name, dtype, 4096, mode, speed, reference))
+            results.append(result("cublas", dtype, 4096, mode, reference, reference))
+        results[-1]["clocks"] = {"sm_mhz_median": 1600, "watts_max": 690.0}
+    ilp = {
+        "rung": "00_ilp",
+        "tflops": {"ilp_dependent": 15.0, "ilp_independent": 57.0},
+        "ratio": 3.8,
+    }
+    return {"environment": {"gpu": "NVIDIA H200", "sms": 132}, "results": results, "ilp": [ilp]}
+
+
+def test_the_asm_page_is_well_formed_and_links_three_panes() -> None:
+    assembly = listing(LOOP_SASS, LOOP_SOURCE)
+    html = render_html(assembly, notes(assembly), title="a < b", intro="x & y")
+    found = checked(html)
+    words = "".join(found.words)
+    assert "a < b" in words
+    assert "Redundant zero-init." in words
+    assert html.count("data-o=") == len(assembly.sass.instructions)
+    assert 'class="g-math" title="fp32 fused multiply-add' in html
+    # The source line of the loop body and its instructions carry the same number.
+    assert html.count('data-s="2"') == 1 + sum(
+        assembly.home_line(s) == 2 for s in assembly.sass.instructions
+    )
+
+
+@pytest.mark.parametrize("name", list(pictures()))
+def test_each_picture_is_a_valid_svg_of_its_own(name: str) -> None:
+    text = pictures()[name].standalone()
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg")
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for shape in root.iter():
+        for axis, limit in (("x", width), ("cx", width), ("y", height), ("cy", height)):
+            if axis in shape.attrib:
+                assert -1 <= float(shape.attrib[axis]) <= limit + 1, (name, shape.attrib)
+    assert "nan" not in text.lower()
+
+
+def test_the_swizzle_picture_says_what_the_twin_computes() -> None:
+    text = pictures()["swizzle"].inline()
+    assert text.count("1 pass: no conflict") == 3
+    assert text.count("8 passes: 8-way bank conflict") == 1
+
+
+def test_committed_figures_are_up_to_date() -> None:
+    """docs/figures is written by `octavo kernels report --figures docs/figures`."""
+    folder = Path(__file__).resolve().parents[3] / "docs" / "figures"
+    for name, picture in pictures().items():
+        assert (folder / f"{name}.svg").read_text() == picture.standalone(), name
+
+
+def test_scales() -> None:
+    linear = Scale(0, 10, 100, 200)
+    assert [linear(0), linear(5), linear(10)] == [100, 150, 200]
+    falling = Scale(1, 100, 300, 100, log=True)
+    assert falling(10) == pytest.approx(200)
+
+
+def test_drawing_escapes_words() -> None:
+    svg = Svg(10, 10, 'a<b & "c"')
+    svg.text(0, 5, "<&>")
+    svg.rect(0, 0, 1, 1, "red", tip="<x>")
+    assert len(list(ElementTree.fromstring(svg.inline()).iter())) == 5
+
+
+def test_roofline_labels_do_not_cover_each_other() -> None:
+    points = [Point(85.0, (700 + n) * 1e12, f"r{n}") for n in range(6)]
+    text = roofline_figure([Roof("p", "", Roofline(989e12, 4.8e12), 0)], points).inline()
+    root = ElementTree.fromstring(text)
+    labels = [t for t in root.iter() if t.tag.endswith("}text") and (t.text or "")[:2] != "ri"]
+    places = sorted(float(t.attrib["y"]) for t in labels if (t.text or "")[0] == "r")
+    assert len(places) == 6
+    assert all(b - a >= 11.9 for a, b in itertools.pairwise(places))
+
+
+def test_longer_bars_are_faster() -> None:
+    bars = [Bar("slow", 10, "", 0), Bar("fast", 40, "", 0, (39, 41))]
+    root = ElementTree.fromstring(bar_figure(bars, [("cuBLAS", 50)], "TFLOP/s", "t").inline())
+    widths = [float(r.attrib["width"]) for r in root.iter() if r.tag.endswith("rect")]
+    assert widths[1] == pytest.approx(4 * widths[0], rel=0.01)
+
+
+def test_the_report_shows_every_rung_and_the_best_speed(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document()))
+    assembly = listing(LOOP_SASS, LOOP_SOURCE)
+    html = render_report(
+        load_run(path),
+        assemblies={"02_naive": (assembly, notes(assembly))},
+        asm_links={"02_naive": "asm/02_naive.html"},
+    )
+    found = checked(html)
+    words = "".join(found.words)
+    for one in RUNGS:
+        if one.kind == "matmul":
+            assert one.name in words
+            assert one.idea in words
+    assert "819" in words  # 1.05 x 780, the best bf16 rung
+    assert "1.050 x cuBLAS" in words
+    assert "3.8 times" in words
+    assert "asm/02_naive.html" in found.links
+    assert all(link.startswith(("#", "asm/")) for link in found.links)
+    assert found.counts["svg"] == 3 + 1 + len(pictures()) - 1
+
+
+def test_a_wrong_rung_is_said_to_be_wrong_and_is_never_the_best() -> None:
+    made = document()
+    last = max(r["rung"] for r in made["results"] if r["dtype"] == "bf16" and r["rung"] != "cublas")
+    for row in made["results"]:
+        if row["rung"] == last:
+            row["ok"] = False
+    run = parse_run(made)
+    html = render_report(run)
+    checked(html)
+    assert f"do not count: {last}" in html
+    assert all(g.best is None or g.best.rung != last for g in run.groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["results"].clear(), "no results"),
+        (lambda d: d["results"][0].update(tflops=math.nan), "tflops = nan"),
+        (lambda d: d["results"][0].update(median_us=0), "median_us = 0"),
+        (lambda d: d["results"][0].pop("vs_cublas"), "vs_cublas"),
+        (lambda d: d.pop("results"), "results"),
+    ],
+)
+def test_a_damaged_results_file_is_an_error(tmp_path: Path, change: Any, message: str) -> None:
+    made = copy.deepcopy(document())
+    change(made)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(made))
+    with pytest.raises(KernelError, match=message):
+        load_run(path)
+
+
+def test_files_that_are_no_json_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="cannot read"):
+        load_run(tmp_path / "absent.json")
+    (tmp_path / "x.json").write_bytes(b"\x89PNG")
+    with pytest.raises(KernelError, match="is not JSON"):
+        load_run(tmp_path / "x.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(KernelError, match="not the result"):
+        load_run(tmp_path / "list.json")
+
+
+def test_what_a_rung_asks_of_memory_grows_with_its_tile_and_cluster() -> None:
+    assert requested_intensity(rung("02_naive")) == 0.25
+    assert requested_intensity(rung("09_tma_wgmma")) == 32
+    plain, shared = rung("14_minimal_arrivals"), rung("15_cluster_multicast")
+    assert requested_intensity(plain) == pytest.approx(128 * 256 / (128 + 256))
+    assert requested_intensity(shared) == pytest.approx(256 * 256 / (256 + 256))
