@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -56,7 +57,7 @@ class LLM:
         finish_reason "error" and leaves the others alone.
         """
         finished = {}
-        ids = []
+        ids: list[str] = []
         with tqdm(total=0, disable=not use_tqdm, desc="Requests", dynamic_ncols=True) as bar:
             for output in self._run(
                 prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, ids
@@ -73,7 +74,7 @@ class LLM:
         *,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
         priority: Sequence[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields news as they come, from all prompts interleaved.
 
         request_id of an output is the index of its prompt, as a string. With DELTA each output
@@ -165,16 +166,15 @@ class LLM:
         batch = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
-        requests = list(zip(batch, params, priorities, strict=True))
-        for prompt, param, rank in requests:
-            engine.validate(prompt, param, rank)
+        now = time.monotonic()
+        requests = [
+            (name := f"req-{next(self._ids)}", engine.process(name, prompt, param, rank, now))
+            for prompt, param, rank in zip(batch, params, priorities, strict=True)
+        ]
         mailbox: deque[RequestOutput] = deque()
         try:
-            for prompt, param, rank in requests:
-                request_id = f"req-{next(self._ids)}"
-                engine.add_request(
-                    request_id, prompt, param, priority=rank, output_kind=output_kind
-                )
+            for request_id, processed in requests:
+                engine.queue(request_id, processed, output_kind)
                 ids.append(request_id)
                 self._mailboxes[request_id] = mailbox
             num_unfinished = len(ids)
@@ -199,10 +199,10 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    batch = list(prompts)
+    batch: list[Any] = list(prompts)
     if batch and all(isinstance(item, int) for item in batch):
         return [batch]  # one prompt of token ids
-    return batch  # type: ignore[arg-type]
+    return batch
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 LINE_WIDTH = 72  # characters of one answer collected before a tagged line is printed
 
@@ -82,7 +85,7 @@ class PanelDisplay:
         self._answers[index] += piece
         self._done[index] = finished
 
-    def _render(self) -> object:
+    def _render(self) -> Group:
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text

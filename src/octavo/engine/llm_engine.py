@@ -12,7 +12,7 @@ from octavo.config.engine import EngineArgs, EngineConfig
 from octavo.config.resolve import resolve
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.engine_core import EngineCore
-from octavo.engine.input_processor import InputProcessor
+from octavo.engine.input_processor import InputProcessor, ProcessedInput
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
@@ -62,22 +62,35 @@ class LLMEngine:
 
         Raises InvalidRequestError naming the field; nothing is queued then.
         """
-        if self._outputs.has_request(request_id):
-            raise InvalidRequestError("request_id", f"{request_id!r} is already running")
-        processed = self._inputs.process(request_id, prompt, params, priority, arrival_time)
+        processed = self.process(request_id, prompt, params, priority, arrival_time)
+        self.queue(request_id, processed, output_kind)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedInput:
+        """The first half of add_request: every check that does not depend on what is running."""
+        return self._inputs.process(request_id, prompt, params, priority, arrival_time)
+
+    def queue(
+        self,
+        request_id: str,
+        processed: ProcessedInput,
+        output_kind: RequestOutputKind | None = None,
+    ) -> None:
+        """The second half of add_request."""
         children = processed.engine_requests
         self._outputs.add_request(request_id, processed.prompt_text, children, output_kind)
         try:
             for child in children:
                 self._core.add_request(child)
         except InvalidRequestError:
-            self._core.abort([child.request_id for child in children])
-            self._outputs.abort([request_id])
+            self.abort([request_id])
             raise
-
-    def validate(self, prompt: Any, params: SamplingParams, priority: int = 0) -> None:
-        """Raise InvalidRequestError if add_request would; queues nothing."""
-        self._inputs.check(prompt, params, priority)
 
     def step(self) -> list[RequestOutput]:
         """Run the loop once; returns the requests with news."""
