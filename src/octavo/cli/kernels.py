@@ -1,4 +1,4 @@
-"""`octavo kernels`: the matmul kernel lab. This module owns its arguments, `list` and `bench`.
+"""`octavo kernels`: the matmul kernel lab. This module owns its arguments, `list`, `bench`, `device`.
 
 What needs no measurement (asm, roofline, occupancy, report) is in `kernels_inspect`.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from octavo.cli import kernels_inspect
 from octavo.errors import KernelError
+from octavo.inspect import device_view
 from octavo.kernels.matmul.registry import RUNGS
 
 
@@ -18,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="the rungs: tile, threads, stages, idea")
     listing.add_argument("--long", action="store_true", help="with idea and limiter in full")
     listing.set_defaults(action_run=run_list)
+    device = actions.add_parser("device", help="measure this GPU's memories (needs a GPU)")
+    device.add_argument("--out", type=Path, help="write the result as JSON, for `report --device`")
+    device.set_defaults(action_run=run_device)
     bench = actions.add_parser("bench", help="check and time rungs beside cuBLAS (needs a GPU)")
     bench.add_argument("rungs", nargs="*", help="rung numbers or names, default all")
     bench.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="M = N = K, bf16")
@@ -73,3 +77,15 @@ def run_bench(args: argparse.Namespace) -> int:
         ladder.write(document, args.out)
         print(f"wrote {args.out}")
     return 0 if all(row["ok"] for row in document["results"]) else 1
+
+
+def run_device(args: argparse.Namespace) -> int:
+    require_gpu("device")
+    from octavo.bench import device, ladder
+
+    document = device.measure_device()
+    print(device_view.device_text(document), end="")
+    if args.out:
+        ladder.write(document, args.out)
+        print(f"wrote {args.out}")
+    return 0

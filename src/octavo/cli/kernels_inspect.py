@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.errors import KernelError
 from octavo.inspect import figures, report, report_data
-from octavo.inspect.asm import Assembly, assemble
+from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_html import render_html
 from octavo.inspect.asm_text import note_lines, render_text
 from octavo.inspect.notes import notes
@@ -43,6 +43,7 @@ def add_actions(actions: Any) -> None:
     fit.set_defaults(action_run=run_occupancy)
     page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
+    page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
     page.add_argument("--out", type=Path, default=Path("ladder.html"))
     page.add_argument("--asm", nargs="*", metavar="RUNG", help="also asm pages; no name: all rungs")
     page.add_argument("--figures", type=Path, metavar="DIR", help="write the docs' SVG pictures")
@@ -158,7 +159,7 @@ def run_report(args: argparse.Namespace) -> int:
     if args.json is None:
         return 0
     run = report_data.load_run(args.json)
-    assemblies = {}
+    assemblies: dict[str, tuple[Assembly, list[Note]]] = {}
     links = {}
     for found in _asm_rungs(args.asm, run):
         assembly = assemble(found.source, found.path.name, found.entry)
@@ -168,7 +169,9 @@ def run_report(args: argparse.Namespace) -> int:
         title = f"{found.number:02d} {found.title}"
         _write(page, render_html(assembly, remarks, title=title, intro=found.idea))
         links[found.name] = f"asm/{found.name}.html"
-    _write(args.out, report.render_report(run, assemblies=assemblies, asm_links=links))
+    device = report_data.load_device(args.device) if args.device else None
+    html = report.render_report(run, device=device, assemblies=assemblies, asm_links=links)
+    _write(args.out, html)
     return 0
 
 

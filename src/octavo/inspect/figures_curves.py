@@ -181,7 +181,9 @@ def _roof(svg: Svg, x: Scale, y: Scale, roof: Roof) -> None:
         (x0, y0), (x1, y1) = ends[0], ends[1]
         turn = math.degrees(math.atan2(y1 - y0, x1 - x0))
         at = x0 + 0.12 * (x1 - x0), y0 + 0.12 * (y1 - y0)
-        svg.text(at[0], at[1] - 7, roof.slope, size=12, fill=colour, turn=turn)
+        # Slopes lie close together: the lowest, which has a flat part of its own, is named below.
+        shift = 17 if roof.flat else -7
+        svg.text(at[0], at[1] + shift, roof.slope, size=12, fill=colour, turn=turn)
 
 
 def _points(svg: Svg, x: Scale, y: Scale, points: Sequence[Point]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from octavo.inspect.asm import Assembly, Note
+from octavo.inspect.device_view import device_section
 from octavo.inspect.figures import device_roofs
 from octavo.inspect.figures_curves import (
     Bar,
     Point,
+    Roof,
     bar_figure,
     occupancy_figure,
     quantization_figure,
@@ -25,7 +28,7 @@ from octavo.inspect.report_data import (
     requested_intensity,
 )
 from octavo.kernels.matmul.occupancy import occupancy
-from octavo.kernels.matmul.roofline import peak_flops
+from octavo.kernels.matmul.roofline import Roofline, peak_flops
 
 # Terms a reader needs before the first chart, in the order in which they build on each other.
 WORDS = (
@@ -53,18 +56,22 @@ WORDS = (
 def render_report(
     run: LadderRun,
     *,
+    device: Mapping[str, Any] | None = None,
     assemblies: Mapping[str, tuple[Assembly, Sequence[Note]]] | None = None,
     asm_links: Mapping[str, str] | None = None,
 ) -> str:
-    """The page. `assemblies` adds registers and remarks a rung, `asm_links` hrefs of its asm page."""
+    """The page. `device` is a checked device measurement, `assemblies` adds registers and remarks
+    for each rung by name, `asm_links` the hrefs of their asm pages.
+    """
     built = assemblies or {}
     parts = [
         _head(run),
         _words(),
+        device_section(device) if device else "",
         _ilp_section(run),
         *[_ladder_section(run, dtype) for dtype in ("bf16", "fp32") if _groups(run, dtype)],
         _rung_table(run, asm_links or {}),
-        _roofline_section(run),
+        _roofline_section(run, device),
         _why_sections(),
         _machine_section(built),
         _foot(run),
@@ -201,8 +208,13 @@ def _ilp_section(run: LadderRun) -> str:
     return "".join(parts)
 
 
-def _roofline_section(run: LadderRun) -> str:
+def _roofline_section(run: LadderRun, measured: Mapping[str, Any] | None) -> str:
     device = run.device
+    roofs = device_roofs(device)
+    if measured:
+        rate = float(measured["bandwidth_gbs"]["l2_read"]) * 1e9
+        slope = f"L2 as measured, {rate / 1e12:.1f} TB/s"
+        roofs.append(Roof("", slope, Roofline(peak_flops(device, "bf16"), rate), 3))
     points = []
     for dtype, series in (("fp32", 0), ("bf16", 2)):
         groups = _groups(run, dtype)
@@ -212,7 +224,7 @@ def _roofline_section(run: LadderRun) -> str:
                 label = f"{rung.number:02d}"
                 at = requested_intensity(rung)
                 points.append(Point(at, row.tflops * 1e12, label, series))
-    svg = roofline_figure(device_roofs(device), points, "Roofline with every rung")
+    svg = roofline_figure(roofs, points, "Roofline with every rung")
     caption = (
         f"Across: operations for each byte that the SMs ask for beyond their own shared memory."
         f" Up: speed. Larger tiles (and multicast) move a rung right, where the"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import KernelError
+from octavo.inspect.device_view import device_of, device_text
 from octavo.kernels.matmul.registry import RUNGS, Rung
-from octavo.kernels.matmul.roofline import DEVICES, Device, tile_intensity
+from octavo.kernels.matmul.roofline import Device, tile_intensity
 
 CUBLAS = "cublas"
 
@@ -79,24 +80,37 @@ class LadderRun:
     @property
     def device(self) -> Device:
         """The data sheet of the GPU that was measured; H200 for one we do not know."""
-        name = str(self.environment.get("gpu", "")).lower()
-        if "h100" in name:
-            return DEVICES["h100-pcie"] if "pcie" in name else DEVICES["h100"]
-        return DEVICES["h200"]
+        return device_of(str(self.environment.get("gpu", "")))
 
 
 def load_run(path: Path) -> LadderRun:
     """Read and check a results file. Raises KernelError when it is not one, with the reason."""
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise KernelError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # bad UTF-8 or bad JSON
-        raise KernelError(f"{path} is not JSON: {error}") from error
+    document = _read(path)
     try:
         return parse_run(document)
     except (KeyError, TypeError, ValueError) as error:
         raise KernelError(f"{path} is not the result of `octavo kernels bench`: {error}") from error
+
+
+def load_device(path: Path) -> Mapping[str, Any]:
+    """Read a device measurement. Raises KernelError when it is not one."""
+    document: Mapping[str, Any] = _read(path)
+    try:
+        device_text(document)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise KernelError(
+            f"{path} is not the result of `octavo kernels device`: {error}"
+        ) from error
+    return document
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise KernelError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # bad UTF-8 or bad JSON
+        raise KernelError(f"{path} is not JSON: {error}") from error
 
 
 def parse_run(document: Mapping[str, Any]) -> LadderRun:

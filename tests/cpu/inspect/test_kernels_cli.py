@@ -24,11 +24,12 @@ def test_list_names_every_rung(capsys: pytest.CaptureFixture[str]) -> None:
         assert one.idea in out
 
 
-def test_bench_says_in_one_line_that_it_needs_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("action", ["bench", "device"])
+def test_measuring_says_in_one_line_that_it_needs_a_gpu(
+    action: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    status, out, err = call(capsys, "bench")
+    status, out, err = call(capsys, action)
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert "needs a CUDA GPU" in err

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.asm_html import render_html
+from octavo.inspect.device_view import device_text
 from octavo.inspect.figures import pictures
 from octavo.inspect.figures_curves import Bar, Point, Roof, bar_figure, roofline_figure
 from octavo.inspect.notes import notes
 from octavo.inspect.report import render_report
-from octavo.inspect.report_data import load_run, parse_run, requested_intensity
+from octavo.inspect.report_data import load_device, load_run, parse_run, requested_intensity
 from octavo.inspect.svg import Scale, Svg
 from octavo.kernels.matmul.registry import RUNGS, rung
 from octavo.kernels.matmul.roofline import Roofline
@@ -110,6 +112,56 @@ def document() -> dict[str, Any]:
         "ratio": 3.8,
     }
     return {"environment": {"gpu": "NVIDIA H200", "sms": 132}, "results": results, "ilp": [ilp]}
+
+
+def device_document() -> dict[str, Any]:
+    """A device measurement in the harness's form, with made-up numbers."""
+    return {
+        "environment": {"gpu": "NVIDIA H200", "driver": "580"},
+        "sizes": {
+            "sms": 132,
+            "registers_per_sm": 65536,
+            "smem_bytes_per_sm": 233472,
+            "l2_bytes": 60 * 2**20,
+            "memory_bytes": 140 * 2**30,
+        },
+        "bandwidth_gbs": {"copy": 4100.0, "read": 4390.0, "l2_read": 7200.0, "smem_read": 29e3},
+        "strided_read": {
+            str(s): {"useful": 4300.0 / min(s, 8), "moved": 4300.0} for s in (1, 2, 4, 8, 16, 32)
+        },
+        "latency_cycles": {"smem": 29, "dsmem": 210, "l1": 38, "l2": 263, "dram": 680},
+        "smem_cycles_per_load": {"broadcast": 1.0, "1": 1.0, "2": 2.0, "32": 32.0},
+        "tensor_core": {
+            "random": {"tflops": 720.0, "sm_mhz_median": 1500, "watts_max": 700.0},
+            "zeros": {"tflops": 890.0, "sm_mhz_median": None, "watts_max": None},
+        },
+    }
+
+
+def test_a_device_measurement_is_shown_as_text_and_in_the_report() -> None:
+    made = device_document()
+    text = device_text(made)
+    assert re.search(r"^L2 cache +60\.0 MB +263 +7\.20 ", text, re.MULTILINE)
+    assert re.search(r"^ +stride +8 +538 +4300$", text, re.MULTILINE)
+    # 132 SMs x 4096 FLOP a clock x 1500 MHz = 811 TFLOP/s.
+    assert "random inputs: 720 TFLOP/s at 1500 MHz, 89% of the 811 possible there" in text
+    assert "all-zero inputs: 890 TFLOP/s\n" in text
+    html = render_report(parse_run(document()), device=made)
+    words = "".join(checked(html).words)
+    assert "distributed shared memory" in words
+    assert "L2 as measured, 7.2 TB/s" in words
+
+
+def test_a_ladder_file_is_no_device_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(device_document()))
+    assert load_device(path)["sizes"]["sms"] == 132
+    path.write_text(json.dumps(document()))
+    with pytest.raises(KernelError, match="octavo kernels device"):
+        load_device(path)
+    path.write_text("[]")
+    with pytest.raises(KernelError, match="octavo kernels device"):
+        load_device(path)
 
 
 def test_the_asm_page_is_well_formed_and_links_three_panes() -> None:
