@@ -70,24 +70,24 @@ class Problem:
         return bool(outside.all())
 
 
-def make_problem(rung: Rung, m: int, n: int, k: int, seed: int) -> Problem:
+def make_problem(rung: Rung, m: int, n: int, k: int, seed: int, device: str = "cuda") -> Problem:
     """Fresh normal(0, 1) operands for a rung, in its layout; bf16 rows are longer than they need be."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     dtype = _TORCH_DTYPES[rung.dtype]
     slack = 16 if dtype is torch.bfloat16 else 0
-    a = _guarded(m, k, dtype, slack)[0].normal_(generator=generator)
+    a = _guarded(m, k, dtype, slack, device)[0].normal_(generator=generator)
     b_shape = (n, k) if dtype is torch.bfloat16 else (k, n)
-    b = _guarded(*b_shape, dtype, slack)[0].normal_(generator=generator)
-    out, buffer = _guarded(m, n, dtype, slack)
+    b = _guarded(*b_shape, dtype, slack, device)[0].normal_(generator=generator)
+    out, buffer = _guarded(m, n, dtype, slack, device)
     return Problem(a, b, out, buffer)
 
 
 def _guarded(
-    rows: int, cols: int, dtype: torch.dtype, slack: int
+    rows: int, cols: int, dtype: torch.dtype, slack: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     stride = cols + slack
     buffer = torch.full(
-        (rows * stride + 2 * _GUARD_ELEMENTS,), float("nan"), dtype=dtype, device="cuda"
+        (rows * stride + 2 * _GUARD_ELEMENTS,), float("nan"), dtype=dtype, device=device
     )
     return buffer.as_strided((rows, cols), (stride, 1), _GUARD_ELEMENTS), buffer
 

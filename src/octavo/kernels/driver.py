@@ -121,6 +121,28 @@ def max_active_clusters(config: LaunchConfig, function: c_void_p) -> int:
     return count.value
 
 
+def resident_ctas_per_sm(function: c_void_p, threads: int, dynamic_smem: int) -> int:
+    """The driver's own occupancy: CTAs of this kernel that one SM holds at one time."""
+    count = c_int()
+    call(
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+        byref(count),
+        function,
+        c_int(threads),
+        ctypes.c_size_t(dynamic_smem),
+    )
+    return count.value
+
+
+def device_attribute(device: int, attribute: int) -> int:
+    """A CUdevice_attribute by its number in cuda.h."""
+    value = c_int()
+    handle = c_int()
+    call("cuDeviceGet", byref(handle), c_int(device))
+    call("cuDeviceGetAttribute", byref(value), c_int(attribute), handle)
+    return value.value
+
+
 def encode_tensor_map(
     target: int,
     address: int,

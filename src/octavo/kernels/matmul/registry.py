@@ -54,8 +54,8 @@ class Rung:
     cluster: int
     cluster_n: int
     persistent: bool
-    header: Mapping[str, str]
-    constants: Mapping[str, int] = field(repr=False)
+    header: Mapping[str, str] = field(compare=False)
+    constants: Mapping[str, int] = field(repr=False, compare=False)
 
     @property
     def source(self) -> str:

@@ -1,0 +1,111 @@
+"""The kernel cache: hits, corruption, concurrency, and a disk that refuses to be written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import KernelError
+from octavo.kernels import cache, jit
+
+SOURCE = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] += 1.0f; }\n'
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def compile_count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    real = jit.compile_source
+
+    def counting(source: str, **kwargs: str) -> jit.Compiled:
+        calls.append(source)
+        return real(source, **kwargs)
+
+    monkeypatch.setattr(jit, "compile_source", counting)
+    return calls
+
+
+def entries() -> list[Path]:
+    return sorted(cache.directory().iterdir())
+
+
+def test_second_call_reads_the_disk(compile_count: list[str]) -> None:
+    first = cache.compile_cached(SOURCE)
+    second = cache.compile_cached(SOURCE)
+    assert len(compile_count) == 1
+    assert second == first
+    assert [p.suffix for p in entries()] == [".kernel"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "foreign"])
+def test_corrupt_entry_is_noticed_and_rebuilt(compile_count: list[str], damage: str) -> None:
+    good = cache.compile_cached(SOURCE)
+    path = entries()[0]
+    data = bytearray(path.read_bytes())
+    if damage == "truncate":
+        data = data[: len(data) // 2]
+    elif damage == "flip":
+        data[-100] ^= 1
+    elif damage == "empty":
+        data = bytearray()
+    else:
+        data = bytearray(b"something else entirely")
+    path.write_bytes(data)
+    assert cache.compile_cached(SOURCE).cubin == good.cubin
+    assert len(compile_count) == 2
+    cache.compile_cached(SOURCE)
+    assert len(compile_count) == 2, "the rebuilt entry is good again"
+
+
+def test_key_covers_source_headers_flags_and_compiler(tmp_path: Path) -> None:
+    flags = jit.compile_flags()
+    keys = {
+        cache.key_of(SOURCE, flags, "13.0"),
+        cache.key_of(SOURCE + " ", flags, "13.0"),
+        cache.key_of(SOURCE, (*flags, "-DX"), "13.0"),
+        cache.key_of(SOURCE, jit.compile_flags("sm_90"), "13.0"),
+        cache.key_of(SOURCE, flags, "13.5"),
+        cache.key_of("b", ("a",), "c"),
+        cache.key_of("", ("ab",), "c"),
+    }
+    assert len(keys) == 7
+
+
+def test_many_processes_at_once_leave_one_good_entry() -> None:
+    program = (
+        "import hashlib; from octavo.kernels import cache;"
+        f"print(hashlib.sha256(cache.compile_cached({SOURCE!r}).cubin).hexdigest())"
+    )
+    workers = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    outputs = {worker.communicate(timeout=120)[0].strip() for worker in workers}
+    assert all(worker.returncode == 0 for worker in workers)
+    assert len(outputs) == 1
+    assert "" not in outputs
+    assert [p.suffix for p in entries()] == [".kernel"], "no temporary file is left"
+
+
+def test_unwritable_cache_costs_only_the_caching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_count: list[str]
+) -> None:
+    blocker = tmp_path / "a_file"
+    blocker.write_text("")
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(blocker))
+    assert cache.compile_cached(SOURCE).cubin
+    assert cache.compile_cached(SOURCE).cubin
+    assert len(compile_count) == 2
+
+
+def test_broken_source_is_not_cached() -> None:
+    with pytest.raises(KernelError):
+        cache.compile_cached("int broken = ;\n")
+    assert not cache.directory().exists() or not entries()

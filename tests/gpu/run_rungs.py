@@ -1,0 +1,26 @@
+"""Runs rungs on small ragged shapes; what compute-sanitizer watches. Arguments: rung numbers."""
+
+from __future__ import annotations
+
+import sys
+
+from octavo.bench import correctness
+from octavo.kernels.matmul.registry import rung
+
+SHAPES = ((264, 520, 200), (64, 64, 64), (129, 77, 72))
+
+
+def main() -> int:
+    bad = 0
+    for number in map(int, sys.argv[1:]):
+        for shape in SHAPES:
+            check = correctness.check(rung(number), *shape)
+            if not check.ok:
+                print(check)
+                bad += 1
+        print(f"rung {number} checked", flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""compute-sanitizer over all bf16 rungs: no bad access, no shared-memory hazard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.kernels.matmul.registry import RUNGS
+
+SCRIPT = Path(__file__).parent / "run_rungs.py"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_bf16_rungs_are_clean(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    numbers = [str(rung.number) for rung in RUNGS if rung.dtype == "bf16"]
+    search = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SOURCE)])
+    run = subprocess.run(
+        [sanitizer, f"--tool={tool}", "--error-exitcode=9", sys.executable, str(SCRIPT), *numbers],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": search},
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    assert run.stdout.count("checked") == len(numbers)
