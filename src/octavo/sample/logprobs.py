@@ -15,18 +15,57 @@ from octavo.sample.random import BLOCK
 # 2**19 tokens of weight 2**44 still fit in 63 bits; the cut-off tail is under 2**-44 a token.
 _ONE = 2.0**44
 _LOWEST = torch.finfo(torch.float32).min
-# Rows at a time, so that int64 temporaries stay small: elements per pass.
-_PASS_ELEMENTS = 1 << 22
+# Logits worked on at a time: temporaries stay in the L2 cache and are not faulted in page by page.
+_PASS_ELEMENTS = 1 << 18
 
 
-def weights(distance: Tensor) -> Tensor:
-    """exp(distance) as int64 fixed point; distance: fp32 <= 0, i.e. logits minus their row's max."""
-    return distance.exp().mul_(_ONE).long()
+def rows_per_pass(vocab: int) -> int:
+    """Rows of this many logits that passes over the whole vocabulary take at a time."""
+    return max(1, _PASS_ELEMENTS // vocab)
 
 
-def log_sum(total: Tensor) -> Tensor:
-    """Natural log, fp32, of an int64 sum of weights."""
+def mass(distance: Tensor, share: Tensor | None = None) -> Tensor:
+    """Sum of exp(distance) * share over each row, (rows,) int64, in units of 2**-44.
+
+    distance: (rows, n) fp32 <= 0, -inf where masked; share: (rows, n) fp32, 0 or 1. Every term is
+    rounded down to whole units.
+    """
+    sums = []
+    step = rows_per_pass(distance.shape[1])
+    for start in range(0, distance.shape[0], step):
+        # exp(-40) is under one unit; deeper, exp() is 20 to 150 times slower (inf, denormals).
+        terms = distance[start : start + step].clamp(min=-40.0).exp_().mul_(_ONE)
+        if share is not None:
+            terms.mul_(share[start : start + step])
+        sums.append(terms.long().sum(1))
+    return torch.cat(sums)
+
+
+def log_mass(total: Tensor) -> Tensor:
+    """Natural log, fp32, of a mass, int64 > 0, as a multiple of exp(0)."""
     return total.double().mul_(1.0 / _ONE).log_().float()
+
+
+def first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Column int64 and value fp32 of each row's maximum, the lowest column on ties. NaN wins.
+
+    logits: (rows, vocab) fp32, contiguous.
+    """
+    rows, vocab = logits.shape
+    if vocab % BLOCK:
+        value, column = logits.max(dim=1)
+        return column, value
+    # By blocks: arg-max reductions are four times slower than plain maxima.
+    blocks = logits.view(rows, -1, BLOCK)
+    value, block = blocks.amax(2).max(dim=1)
+    lane = blocks[torch.arange(rows, device=logits.device), block].max(dim=1).indices
+    return block * BLOCK + lane, value
+
+
+def count_above(values: Tensor, at: Tensor) -> Tensor:
+    """Entries, (rows,) fp32, of each row of values that are above at; values: fp32; at: (rows, 1)."""
+    # Comparisons to bool are several times slower than arithmetic. The clamp keeps -inf - -inf out.
+    return (values - at.clamp(min=_LOWEST)).sign_().clamp_(min=0).sum(1)
 
 
 def ordered_keys(values: Tensor) -> Tensor:
@@ -72,7 +111,7 @@ def score(logits: Tensor, token_ids: Tensor, top: list[int]) -> list[TokenLogpro
     vocab = logits.shape[1]
     counts = [vocab if k < 0 else min(k, vocab) for k in top]
     results: list[TokenLogprobs] = []
-    step = max(1, _PASS_ELEMENTS // vocab)
+    step = rows_per_pass(vocab)
     for start in range(0, logits.shape[0], step):
         end = start + step
         results += _score_pass(logits[start:end], token_ids[start:end], counts[start:end])
@@ -81,20 +120,20 @@ def score(logits: Tensor, token_ids: Tensor, top: list[int]) -> list[TokenLogpro
 
 def _score_pass(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
     row_max = logits.amax(1, keepdim=True)
-    log_total = log_sum(weights(logits - row_max).sum(1, keepdim=True))
+    log_total = log_mass(mass(logits - row_max))[:, None]
 
     def finish(values: Tensor, max_: Tensor, log_: Tensor) -> list[list[float]]:
         rows: list[list[float]] = ((values - max_) - log_).clamp_(min=_LOWEST).tolist()
         return rows
 
     chosen = logits.gather(1, token_ids[:, None])
-    ranks = (logits > chosen).sum(1).add_(1).tolist()
+    ranks = count_above(logits, chosen).add_(1).long().tolist()
     chosen_scores = finish(chosen, row_max, log_total)
     ids: list[list[int]] = token_ids[:, None].tolist()
     for k in set(counts) - {0}:
         members = [row for row, count in enumerate(counts) if count == k]
         index = torch.tensor(members, device=logits.device)
-        values, top_ids = top_tokens(logits[index], k)
+        values, top_ids = top_tokens(logits.index_select(0, index), k)
         for row, row_scores, row_ids in zip(
             members, finish(values, row_max[index], log_total[index]), top_ids.tolist(), strict=True
         ):

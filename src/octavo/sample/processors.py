@@ -24,6 +24,15 @@ def occurrences(history: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Te
     return row, history[row, column].long()
 
 
+def last_tokens(history: Tensor, end: Tensor, length: int) -> Tensor:
+    """The `length` tokens before `end`, int64, NO_TOKEN before the start.
+
+    history: (max_len,) int32; end: () int64.
+    """
+    columns = end + torch.arange(-length, 0, device=history.device)
+    return history[columns.clamp(min=0)].long().masked_fill_(columns < 0, NO_TOKEN)
+
+
 def penalize_repetition(logits: Tensor, row: Tensor, token: Tensor, penalty: Tensor) -> None:
     """Divide positive and multiply negative logits of the tokens that occur in prompt or output.
 

@@ -13,8 +13,13 @@ noise, but one hash bounds a whole block: blocks that cannot win are never expan
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+Word = TypeVar("Word", int, Tensor)
+"""A value in [0, 2**32), or an int64 tensor of them."""
 
 BLOCK = 64
 STREAM_SAMPLE = 0
@@ -31,26 +36,27 @@ _KEY_INIT = (0x9E3779B9, 0xBB67AE85)
 _BLOCK_COUNTER = 1 << 30
 
 
-def mix(x: Tensor) -> Tensor:
-    """Bijective 32-bit mixer on int64 values in [0, 2**32)."""
+def mix(x: Word) -> Word:
+    """Bijective 32-bit mixer."""
     x = ((x ^ (x >> 16)) * _MULTIPLIER_1) & _MASK
     x = ((x ^ (x >> 15)) * _MULTIPLIER_2) & _MASK
     return x ^ (x >> 15)
 
 
-def row_keys(seed_words: Tensor, positions: Tensor, stream: int = STREAM_SAMPLE) -> Tensor:
+def request_key(seed: int, stream: int = STREAM_SAMPLE) -> tuple[int, int]:
+    """Two 32-bit words for a request's draws on one stream. Of the seed, 64 bits count."""
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    first, second = (mix(mix(mix(init ^ low) ^ high) ^ stream) for init in _KEY_INIT)
+    return first, second
+
+
+def row_keys(request_keys: Tensor, positions: Tensor) -> Tensor:
     """Keys (rows, 2) int64 of the draws at one position each.
 
-    seed_words: (rows, 2) int64, low and high 32 bits of the seed; positions: (rows,) int64 >= 0,
-    the absolute position of the token to sample.
+    request_keys: (rows, 2) int64; positions: (rows,) int64 in [0, 2**32), the absolute position of
+    the token to sample.
     """
-    halves = []
-    for init in _KEY_INIT:
-        half = mix(seed_words[:, 0] ^ init)
-        half = mix(half ^ seed_words[:, 1])
-        half = mix(half ^ (positions & _MASK))
-        halves.append(mix(half ^ stream))
-    return torch.stack(halves, dim=1)
+    return mix(request_keys ^ positions[:, None])
 
 
 def random_bits(keys: Tensor, counters: Tensor) -> Tensor:
@@ -58,31 +64,30 @@ def random_bits(keys: Tensor, counters: Tensor) -> Tensor:
     return mix(mix(counters ^ keys[..., 0]) ^ keys[..., 1])
 
 
-def block_arrivals(keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """First arrival time of each block and the token it belongs to.
+def block_arrivals(keys: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """First arrival time of each block of a row, and the token within the block it belongs to.
 
-    keys: (..., 2) int64; blocks: int64 block numbers that broadcast with keys[..., 0]. Returns
-    times float64 > 0 (26 bits of resolution) and offsets int64 in [0, BLOCK).
+    keys: (rows, 2) int64. Returns times (rows, num_blocks) float64 > 0, from 26 random bits, and
+    offsets (rows, num_blocks) int64 in [0, BLOCK), from the other 6.
     """
-    bits = random_bits(keys, blocks | _BLOCK_COUNTER)
-    uniform = ((bits >> 6).double() + 0.5) * 2.0**-26
-    return uniform.log().neg_().div_(BLOCK), bits & (BLOCK - 1)
+    counters = torch.arange(_BLOCK_COUNTER, _BLOCK_COUNTER + num_blocks, device=keys.device)
+    bits = random_bits(keys[:, None], counters)
+    uniform = (bits >> 6).double().add_(0.5).mul_(2.0**-26)
+    return uniform.log_().mul_(-1 / BLOCK), bits & (BLOCK - 1)
 
 
-def block_bounds(keys: Tensor, blocks: Tensor) -> Tensor:
-    """Largest noise within each block, fp32: what its first arrival's token gets."""
-    return block_arrivals(keys, blocks)[0].log_().neg_().float()
+def gumbel_noise(keys: Tensor, blocks: Tensor, times: Tensor, offsets: Tensor) -> Tensor:
+    """Gumbel noise (n, BLOCK) fp32 of the tokens of some blocks; none exceeds -log(times).
 
-
-def gumbel_noise(keys: Tensor, blocks: Tensor) -> Tensor:
-    """Gumbel noise of all tokens of some blocks.
-
-    keys: (n, 2) int64; blocks: (n,) int64. Returns (n, BLOCK) fp32: entry [i, j] is the noise of
-    token blocks[i] * BLOCK + j under keys[i], the same whichever other blocks are asked for.
+    keys: (n, 2) int64; blocks: (n,) int64 block numbers; times, offsets: (n,), their arrivals.
     """
-    times, offsets = block_arrivals(keys, blocks)
     lanes = torch.arange(BLOCK, device=keys.device)
     bits = random_bits(keys[:, None], blocks[:, None] * BLOCK + lanes)
-    gaps = ((bits.double() + 0.5) * 2.0**-32).log_().neg_()
+    gaps = bits.double().add_(0.5).mul_(2.0**-32).log_().neg_()
     gaps.masked_fill_(lanes == offsets[:, None], 0.0)
-    return gaps.add_(times[:, None]).log_().neg_().float()
+    return negative_log(gaps.add_(times[:, None]))
+
+
+def negative_log(times: Tensor) -> Tensor:
+    """-log of float64 times, rounded to fp32."""
+    return times.log().neg_().float()

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.request import EngineRequest
 from octavo.sample.processors import NO_TOKEN
+from octavo.sample.random import request_key
 from octavo.sampling_params import SamplingParams
 
 _FP32 = torch.finfo(torch.float32)
@@ -25,17 +27,17 @@ class Feature(IntFlag):
     """What the sampler has to do for a slot beyond taking the most likely token."""
 
     RANDOM = 1
-    MIN_P = 2
-    TOP = 4
-    """top_k or top_p."""
-    REPETITION = 8
-    OUTPUT_PENALTY = 16
+    """Not greedy, no cut."""
+    RANDOM_CUT = 2
+    """Not greedy, with min_p, top_k or top_p."""
+    REPETITION = 4
+    OUTPUT_PENALTY = 8
     """Presence or frequency."""
-    BIAS = 32
-    ALLOWED = 64
-    BAD_WORDS = 128
-    MIN_TOKENS = 256
-    LOGPROBS = 512
+    BIAS = 16
+    ALLOWED = 32
+    BAD_WORDS = 64
+    MIN_TOKENS = 128
+    LOGPROBS = 256
 
     @classmethod
     def processors(cls) -> Feature:
@@ -61,8 +63,8 @@ class Column(IntEnum):
     PRESENCE = 5
     FREQUENCY = 6
     MIN_TOKENS = 7
-    SEED_LOW = 8
-    SEED_HIGH = 9
+    KEY_FIRST = 8
+    KEY_SECOND = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class SamplingState:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.features = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self.features = np.zeros(max_num_seqs, dtype=np.int64)
         """(max_num_seqs,) on the host: Feature bits, 0 for an empty slot."""
         self.table = torch.zeros(max_num_seqs, len(Column), dtype=torch.float64, device=self.device)
         """(max_num_seqs, columns) on the device."""
@@ -133,10 +135,10 @@ class SamplingState:
 
 
 def _features(params: SamplingParams, request: EngineRequest) -> Feature:
+    cut = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
     wanted = {
-        Feature.RANDOM: not params.greedy,
-        Feature.MIN_P: not params.greedy and params.min_p > 0,
-        Feature.TOP: not params.greedy and (params.top_k > 0 or params.top_p < 1),
+        Feature.RANDOM: not params.greedy and not cut,
+        Feature.RANDOM_CUT: not params.greedy and cut,
         Feature.REPETITION: params.repetition_penalty != 1,
         Feature.OUTPUT_PENALTY: params.presence_penalty != 0 or params.frequency_penalty != 0,
         Feature.BIAS: bool(params.logit_bias),
@@ -155,6 +157,7 @@ def _features(params: SamplingParams, request: EngineRequest) -> Feature:
 def _numbers(params: SamplingParams, seed: int, vocab_size: int) -> list[float]:
     """One row of the table. Values beyond fp32 are brought into its range: inf would make NaN."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    key = request_key(seed)
     numbers = {
         Column.TEMPERATURE: min(params.temperature, _FP32.max),
         Column.LOG_MIN_P: math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -164,7 +167,7 @@ def _numbers(params: SamplingParams, seed: int, vocab_size: int) -> list[float]:
         Column.PRESENCE: params.presence_penalty,
         Column.FREQUENCY: params.frequency_penalty,
         Column.MIN_TOKENS: min(params.min_tokens, 2**31),
-        Column.SEED_LOW: seed & 0xFFFFFFFF,
-        Column.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF,
+        Column.KEY_FIRST: key[0],
+        Column.KEY_SECOND: key[1],
     }
     return [float(numbers[column]) for column in Column]
