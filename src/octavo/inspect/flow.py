@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.inspect.opcodes import INTEGER, LOAD, MATH, MOVE
 from octavo.inspect.sass import Instruction, SassKernel
 
 
@@ -147,7 +148,9 @@ def reachable(after: Sequence[Sequence[int]], without: int | None = None) -> set
 
 _REGISTER = re.compile(r"^(U?R)(\d+)")
 _ZERO_MOVES = ("MOV", "UMOV", "IMAD.MOV.U32", "IMAD.MOV", "HFMA2.MMA", "HFMA2")
-_WIDE_ROOTS = {"LDSM": 4, "HMMA": 4, "IMMA": 4}
+_WIDE_ROOTS = {"LDSM": 4, "HMMA": 4, "IMMA": 4, "CS2R": 2}
+# Opcodes of these groups have one 32-bit result unless a suffix says more; others may have two.
+_NARROW_GROUPS = (MATH, LOAD, INTEGER, MOVE)
 _NO_DESTINATION = {"STG", "STS", "STL", "ST", "RED", "BAR", "BRA", "EXIT", "UTMALDG", "UTMASTG"}
 
 
@@ -182,7 +185,9 @@ def _width(step: Instruction) -> int:
         return int(shape.group(1)) // 2
     if ".128" in step.opcode:
         return 4
-    return _WIDE_ROOTS.get(step.root, 2)
+    if any(part in step.opcode for part in (".64", ".WIDE", ".F64")):
+        return 2
+    return _WIDE_ROOTS.get(step.root, 1 if step.group in _NARROW_GROUPS else 2)
 
 
 def _span(found: re.Match[str], count: int) -> tuple[str, ...]:

@@ -65,11 +65,16 @@ def _unroll_note(assembly: Assembly, loop: SourceLoop, ptx: Unrolling, sass: Unr
             text = f"{where} is not unrolled: one trip is one iteration."
         case (a, b) if a == b:
             text = f"{where} is unrolled x{a} already in PTX, and stays so in SASS."
-        case (a, b):
+        case (int(a), int(b)) if a > 1:
             text = (
-                f"{where} is unrolled {_times(a)} in PTX by the front end and {_times(b)} in SASS:"
+                f"{where} is unrolled x{a} in PTX by the front end and x{b} in SASS:"
                 f" ptxas unrolled once more on top."
             )
+        case (a, int(b)):
+            before = "not unrolled" if a == 1 else "a loop"
+            text = f"{where} is {before} in PTX and unrolled x{b} in SASS, by ptxas."
+        case (a, _):
+            text = f"{where} is unrolled x{a} in PTX; SASS does not tell."
     counted = sass.counted or ptx.counted
     if counted and sass.main and sass.main.work:
         text += f" One trip of the main loop does {sass.main.work} {counted}."
@@ -80,12 +85,6 @@ def _unroll_note(assembly: Assembly, loop: SourceLoop, ptx: Unrolling, sass: Unr
         _ptx_lines(assembly, ptx.main),
         _offsets(assembly, sass.main),
         facts,
-    )
-
-
-def _times(factor: int | None) -> str:
-    return (
-        "by an unknown factor" if factor is None else "not at all" if factor == 1 else f"x{factor}"
     )
 
 

@@ -261,12 +261,10 @@ def _predicate_notes(assembly: Assembly) -> list[Note]:
     exits = [s for s in steps if s.root == "EXIT" and s.guard]
     if exits:
         lines = sorted({line for s in exits if (line := assembly.home_line(s))})
-        first = min((steps[x.first].offset for x in assembly.sass_loops), default=0)
-        if exits[0].offset < first:
-            why = "threads outside the matrix end before the loop; no branch around it is needed"
-        else:
-            why = "threads with nothing left to store end there"
-        text = f"`@{exits[0].guard} EXIT` at {exits[0].offset:#06x}: {why}."
+        text = (
+            f"`@{exits[0].guard} EXIT` at {exits[0].offset:#06x}: the condition became a predicate,"
+            f" and threads that fail it end right there; no branch is needed."
+        )
         offsets = tuple(s.offset for s in exits)
         notes.append(Note("Predicates", text, tuple(lines), (), offsets, {"exits": len(exits)}))
     guarded = [s for s in steps if s.guard and s.root not in ("EXIT", "BRA")]

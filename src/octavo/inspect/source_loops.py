@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.inspect.asm import Assembly
-from octavo.inspect.flow import Loop
+from octavo.inspect.flow import Loop, written
 from octavo.inspect.ptx import PtxInstruction, PtxKernel
 from octavo.inspect.sass import Instruction, SassKernel
 from octavo.kernels.matmul.registry import parse_constants
@@ -243,9 +243,21 @@ def counter_step(steps: Steps, loop: Loop) -> int | None:
         names = [n.strip().removesuffix(".reuse") for n in step.operands.split(",")]
         if step.root in ("IADD3", "VIADD", "UIADD3", "add") and names[0] in compared:
             values = [_signed(n) for n in names[2:] if _IMMEDIATE.match(n)]
-            if values and names[1] == names[0]:
+            if values and names[1] == names[0] and _writes(steps, body, names[0]) == 1:
                 return values[0]
     return None
+
+
+def _writes(steps: Steps, body: Sequence[int], register: str) -> int:
+    """How often a loop body writes a register: a counter is written once, by its own step."""
+    count = 0
+    for index in body:
+        step = steps[index]
+        if isinstance(step, Instruction):
+            count += register in written(step)
+        else:
+            count += step.operands.split(",")[0].strip() == register
+    return count
 
 
 def _signed(text: str) -> int:

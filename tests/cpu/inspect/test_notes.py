@@ -44,6 +44,32 @@ def test_a_loop_unrolled_by_four_with_a_tail() -> None:
     assert {"opcode": "LDG", "bytes4": 5} in facts(remarks, "Memory width")
 
 
+def test_a_register_that_is_reused_in_the_body_is_no_counter() -> None:
+    """Rung 07 was once said to be unrolled x512: an address register shared the counter's name."""
+    body = """
+        #/octavo/k.cu 1
+        .L_x_1:
+        #/octavo/k.cu 2
+        IADD3 R4, R4, 0x2000, RZ
+        LDS R4, [R4]
+        FFMA R5, R4, R6, R5
+        FFMA R5, R4, R6, R5
+        #/octavo/k.cu 1
+        VIADD R0, R0, 0x1
+        MOV R4, R0
+        ISETP.GE.AND P0, PT, R4, R9, PT
+        @!P0 BRA `(.L_x_1)
+        EXIT
+    """
+    assert facts(notes(listing(body, LOOP_SOURCE)), "Unrolling") == [
+        {"line": 1, "ptx": None, "sass": None}
+    ]
+    direct = body.replace("MOV R4, R0", "NOP").replace("PT, R4, R9", "PT, R0, R9")
+    assert facts(notes(listing(direct, LOOP_SOURCE)), "Unrolling") == [
+        {"line": 1, "ptx": None, "sass": 1}
+    ]
+
+
 def test_a_loop_without_a_branch_left_is_gone() -> None:
     body = "#/octavo/k.cu 2\nFFMA R5, R8, R6, R5\nFFMA R5, R9, R6, R5\nEXIT"
     remarks = notes(listing(body, LOOP_SOURCE))
