@@ -8,6 +8,7 @@ from octavo.inspect.figures_curves import (
     quantization_figure,
     roofline_figure,
 )
+from octavo.inspect.figures_ring import ring_figure
 from octavo.inspect.figures_tiles import schedule_figure, swizzle_figure
 from octavo.inspect.svg import Svg
 from octavo.kernels.matmul.roofline import H200, Device, Roofline, device_roofline, peak_flops
@@ -17,6 +18,7 @@ def pictures() -> dict[str, Svg]:
     """Pictures by file name, without ending."""
     return {
         "swizzle": swizzle_figure(),
+        "ring": ring_figure(),
         "schedules": schedule_figure(),
         "quantization": quantization_figure(),
         "occupancy": occupancy_figure(),
@@ -30,7 +32,7 @@ def device_roofs(device: Device) -> list[Roof]:
     dram = f"DRAM, {device.dram_bytes_per_s / 1e12:.1f} TB/s"
     near = f"all L1 caches, {l1 / 1e12:.0f} TB/s"
     return [
+        Roof("", near, Roofline(peak_flops(device, "bf16"), l1), 5),
         Roof("bf16 peak", dram, device_roofline(device, "bf16"), 2),
         Roof("fp32 peak", "", device_roofline(device, "fp32"), 0),
-        Roof("", near, Roofline(peak_flops(device, "bf16"), l1), 5),
     ]

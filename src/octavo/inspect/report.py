@@ -18,6 +18,7 @@ from octavo.inspect.figures_curves import (
     quantization_figure,
     roofline_figure,
 )
+from octavo.inspect.figures_ring import ring_figure
 from octavo.inspect.figures_tiles import schedule_figure, swizzle_figure
 from octavo.inspect.page import figure, page, table, tile
 from octavo.inspect.report_data import (
@@ -256,6 +257,16 @@ PICTURES = (
         "Each square is 16 bytes, labelled row.chunk and coloured by chunk; one line is all 32"
         " banks (numbers at the top). Outlined: what one read wants, chunk 0 of rows 0 to 7."
         " A swizzle XORs the chunk number with bits of the row number.",
+    ),
+    (
+        "Producer and consumer",
+        "A load takes far longer than the arithmetic on what it brings. So some threads do nothing but"
+        " ask for the next tiles, into a ring of stages, and others do nothing but multiply. Two"
+        " barriers a stage keep them apart: full (the bytes are there) and empty (they were used).",
+        ring_figure,
+        "A load of 6 ticks and a multiplication of 2, in the model of the kernels' barriers. Each"
+        " stage alternates between being filled and being read; with four of them a full one is"
+        " always ready. The parity tells rounds apart, since a barrier has no other counter.",
     ),
     (
         "The order of tiles",

@@ -102,6 +102,5 @@ def test_report_needs_something_to_report(
     status, _, _ = call(capsys, "report", "--figures", str(tmp_path))
     assert status == 0
     names = {path.name for path in tmp_path.glob("*.svg")}
-    assert names == {
-        f"{n}.svg" for n in ("swizzle", "schedules", "quantization", "occupancy", "roofline")
-    }
+    kinds = ("swizzle", "ring", "schedules", "quantization", "occupancy", "roofline")
+    assert names == {f"{kind}.svg" for kind in kinds}

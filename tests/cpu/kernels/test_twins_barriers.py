@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.matmul import barriers
-from octavo.kernels.matmul.barriers import Mbarrier, Slot, drain_slots, simulate_ring, slot
+from octavo.kernels.matmul.barriers import (
+    Mbarrier,
+    Slot,
+    drain_slots,
+    ring_timeline,
+    simulate_ring,
+    slot,
+)
 
 
 def test_two_rounds_of_a_three_stage_ring_by_hand() -> None:
@@ -95,3 +102,27 @@ def test_nonsense_is_refused() -> None:
         slot(0, 0)
     with pytest.raises(ValueError, match="-1"):
         slot(-1, 2)
+
+
+@given(st.integers(1, 8), st.integers(1, 60), st.integers(0, 12), st.integers(1, 9))
+def test_the_timeline_keeps_the_rules_of_the_ring(
+    stages: int, iterations: int, load: int, math: int
+) -> None:
+    spans = ring_timeline(stages, iterations, load_ticks=load, math_ticks=math)
+    for span in spans:
+        assert span.at == slot(span.iteration, stages)
+        assert span.land == span.issue + load <= span.start
+        assert span.end == span.start + math
+        if span.iteration >= stages:
+            assert span.issue >= spans[span.iteration - stages].end
+        if span.iteration:
+            assert span.start >= spans[span.iteration - 1].end
+
+
+@pytest.mark.parametrize(("stages", "busy"), [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, 1.0)])
+def test_stages_hide_latency_by_hand(stages: int, busy: float) -> None:
+    # Loads of 6 ticks, math of 2: four stages cover 8 ticks.
+    spans = ring_timeline(stages, 400, load_ticks=6, math_ticks=2)
+    assert 400 * 2 / spans[-1].end == pytest.approx(busy, rel=0.02)
+    with pytest.raises(ValueError, match="math"):
+        ring_timeline(1, 1, load_ticks=1, math_ticks=0)

@@ -159,3 +159,35 @@ class _Ring:
 
     def _log(self, actor: str, action: str, iteration: int) -> None:
         self.events.append(RingEvent(actor, action, iteration, iteration % self.num_stages))
+
+
+@dataclass(frozen=True)
+class RingSpan:
+    """When one iteration of a ring did what, in ticks: issue -> land -> start -> end of its math."""
+
+    iteration: int
+    at: Slot
+    issue: int
+    land: int
+    start: int
+    end: int
+
+
+def ring_timeline(
+    num_stages: int, iterations: int, *, load_ticks: int, math_ticks: int
+) -> list[RingSpan]:
+    """The best schedule of a ring whose loads take `load_ticks` and whose math takes `math_ticks`.
+
+    Any number of loads may be in flight; a stage is refilled when its math has ended. With S stages
+    the math unit is busy min(1, S * math / (load + math)) of the time, start-up aside.
+    """
+    if num_stages < 1 or load_ticks < 0 or math_ticks < 1:
+        raise ValueError("a ring needs a stage, and math that takes time")
+    spans: list[RingSpan] = []
+    for iteration in range(iterations):
+        freed = spans[iteration - num_stages].end if iteration >= num_stages else 0
+        land = freed + load_ticks
+        start = max(land, spans[-1].end if spans else 0)
+        at = slot(iteration, num_stages)
+        spans.append(RingSpan(iteration, at, freed, land, start, start + math_ticks))
+    return spans
