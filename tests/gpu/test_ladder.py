@@ -7,7 +7,7 @@ import torch
 
 from octavo.bench import correctness
 from octavo.errors import KernelError
-from octavo.kernels import driver, ops
+from octavo.kernels import cache, driver, ops
 from octavo.kernels.launch import Kernel
 from octavo.kernels.matmul import host
 from octavo.kernels.matmul.occupancy import occupancy
@@ -174,9 +174,10 @@ def test_odd_strides_and_offsets_are_host_errors() -> None:
         with pytest.raises(KernelError, match=message):
             ops.matmul(12, good, tensor, out)
     ops.matmul(12, good, good, out)
+    square = torch.randn(64, 64, device="cuda")
+    strided = torch.randn(64, 72, device="cuda")[:, :64]
     with pytest.raises(KernelError, match="contiguous"):
-        square = torch.randn(64, 64, device="cuda")
-        ops.matmul(8, torch.randn(64, 72, device="cuda")[:, :64], square, torch.empty_like(square))
+        ops.matmul(8, strided, square, torch.empty_like(square))
 
 
 def test_empty_outputs_are_no_launch() -> None:
@@ -189,12 +190,10 @@ def test_empty_outputs_are_no_launch() -> None:
 
 @pytest.mark.parametrize("each", MATMULS, ids=named)
 def test_occupancy_twin_agrees_with_the_driver(each: Rung) -> None:
-    from octavo.kernels import jit
-
     kernel = host.kernel_of(each)
     function = kernel.load(0)
     actual = driver.resident_ctas_per_sm(function, each.threads, each.dynamic_smem)
-    resources = jit.compile_source(each.source, name=each.path.name).resources[each.entry]
+    resources = cache.compile_cached(each.source, name=each.path.name).resources[each.entry]
     predicted = occupancy(
         threads=each.threads,
         registers_per_thread=resources.registers,

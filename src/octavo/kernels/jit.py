@@ -16,7 +16,9 @@ from octavo.errors import KernelError
 
 MATMUL_DIR = Path(__file__).parent / "matmul"
 ARCH = "sm_90a"
-BASE_FLAGS = ("--std=c++17", "--ptxas-options=-v")
+# --no-cache: beside a driver NVRTC keeps a cache of its own, and a hit there has an empty log, so
+# neither registers nor serialised wgmma would be seen.
+BASE_FLAGS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 # ptxas says one of these when it had to serialise wgmma (an accumulator was touched in flight):
 # the kernel stays right but loses half its speed, so tests and the harness treat it as a failure.
 SERIALIZED_WGMMA = ("C7510", "C7511", "C7514", "C7515")

@@ -82,18 +82,17 @@ def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
 
     a: (M, K), out: (M, N). Raises KernelError before any launch for an operand it can't take.
     """
-    if a.dim() == 2 and b.dim() == 2 and a.is_cuda:
-        key = (number, a.device.index, a.dtype, *_identity(a), *_identity(b), *_identity(out))
-        call = _calls.get(key)
-        if call is None:
-            call = prepare(_rung(number), a, b, out)
-            _calls[key] = call
-            if len(_calls) > _MAX_KEPT_CALLS:
-                _calls.popitem(last=False)
-    else:
+    key = (number, *_identity(a), *_identity(b), *_identity(out))
+    call = _calls.get(key)
+    if call is None:
+        check_operands(_rung(number), a, b, out)
+        if out.numel() == 0:
+            return
         call = prepare(_rung(number), a, b, out)
-    if out.numel():
-        call.kernel.launch(a.device.index, call.shape, call.parameters)
+        _calls[key] = call
+        if len(_calls) > _MAX_KEPT_CALLS:
+            _calls.popitem(last=False)
+    call.kernel.launch(a.device.index, call.shape, call.parameters)
 
 
 def _rung(number: int) -> Rung:
@@ -107,8 +106,8 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> PreparedCall:
-    """Checks the operands and packs one launch. See `run` for shapes and errors."""
-    m, n, k = check_operands(rung, a, b, out)
+    """Packs one launch of operands that `check_operands` has accepted; out is not empty."""
+    (m, k), n = a.shape, out.shape[1]
     device = a.device.index
     kernel = kernel_of(rung)
     kernel.load(device)
@@ -224,11 +223,10 @@ def _pack_bf16(
     a_box = constants.get("A_BOX_ROWS", rung.block_m)
     b_box = constants.get("B_BOX_ROWS", rung.block_n)
     ldc = out.stride(0) if m > 1 else n
-    if m and n:
-        _encode(base, a, rows=m, cols=k, box_rows=a_box)
-        _encode(base + 128, b, rows=n, cols=k, box_rows=b_box)
+    _encode(base, a, rows=m, cols=k, box_rows=a_box)
+    _encode(base + 128, b, rows=n, cols=k, box_rows=b_box)
     # TMA writes whole 16-byte pieces: a ragged row end would spill into whatever follows it.
-    args.tma_store = int(n % 8 == 0 and (m == 1 or ldc % 8 == 0) and m > 0 and n > 0)
+    args.tma_store = int(n % 8 == 0 and ldc % 8 == 0)
     if args.tma_store:
         _encode(base + 256, out, rows=m, cols=n, box_rows=64)
     args.out, args.ldc = out.data_ptr(), ldc

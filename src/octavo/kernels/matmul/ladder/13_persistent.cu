@@ -3,7 +3,7 @@
 // Problem:   C[M,N] = A[M,K] B[N,K]^T, bf16 in and out, fp32 accumulate, any M and N, K a multiple of 8.
 // Idea:      One CTA an SM lives for the whole product and walks over tiles. The producer runs ahead into
 //            the next tile while the consumers still store this one; CTA starts and barrier set-up are
-//            paid once; the order of tiles is ours: 16 rows of tiles deep, near square in the L2; and so
+//            paid once; the order of tiles is ours: 8 rows of tiles deep, near square in the L2; and so
 //            is the grid: the fewest CTAs that need no more rounds, for an SM that idles in the last
 //            round would have had its power better spent on the clock of the others.
 // Limiter:   Barrier traffic: 257 + 256 arrivals a stage, all on one shared-memory word each.
@@ -19,7 +19,7 @@ constexpr int BLOCK_K = 64;
 constexpr int STAGES = 3;
 constexpr int THREADS = 384;
 constexpr int CONSUMERS = 256;
-constexpr int GROUP_M = 16;
+constexpr int GROUP_M = 8;
 constexpr int PERSISTENT = 1;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 

@@ -17,7 +17,7 @@ constexpr int BLOCK_N = 256;
 constexpr int BLOCK_K = 64;
 constexpr int STAGES = 3;
 constexpr int THREADS = 384;
-constexpr int GROUP_M = 16;
+constexpr int GROUP_M = 8;
 constexpr int PERSISTENT = 1;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 
