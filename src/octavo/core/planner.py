@@ -129,7 +129,7 @@ class Planner:
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Admit in order; one that does not fit is passed at most max_bypass times."""
         state, max_bypass = self._state, self._config.max_bypass
-        if not len(state.waiting):
+        if not len(state.waiting) or len(state.running) >= self._config.max_num_seqs:
             return
         admitted: list[Request] = []
         passed: list[Request] = []

@@ -290,7 +290,14 @@ class Loop:
 
     def launch(self) -> SchedulerOutput:
         """Plan one step and run it; holds the liveness promise of case S02."""
+        wants = self.scheduler._planner._num_wanted_tokens
+        active = [r.request_id for r in self.scheduler.state.running if wants(r)]
         plan = self.scheduler.schedule()
+        left_out = [name not in plan.num_scheduled_tokens for name in active]
+        if any(left_out):  # for want of blocks or tokens, then nobody behind it may take them
+            behind = active[left_out.index(True) :]
+            assert not plan.new_requests, "admitted while a running request was left out"
+            assert not set(behind) & set(plan.new_block_ids), "blocks went to one behind it"
         blocked = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KV)
         able = [r for r in self.scheduler.state.requests.values() if r.status not in blocked]
         if able and not self.in_flight:
