@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import KernelError
-from octavo.inspect import figures, report, report_data
+from octavo.inspect import figures, figures_curves, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_html import render_html
 from octavo.inspect.asm_text import note_lines, render_text
@@ -34,6 +34,7 @@ def add_actions(actions: Any) -> None:
     roof.add_argument("--device", choices=list(roofline.DEVICES), default="h200")
     roof.add_argument("--clock", type=positive, metavar="MHZ", help="default: the data sheet's")
     roof.add_argument("--tile", type=positive, nargs=2, default=[128, 256], metavar=("BM", "BN"))
+    roof.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
     roof.set_defaults(action_run=run_roofline)
     fit = actions.add_parser("occupancy", help="how many CTAs fit on an SM, and what limits them")
     fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
@@ -122,6 +123,12 @@ def run_roofline(args: argparse.Namespace) -> int:
         f"  {block_m}x{block_n} tiles  {tiles.tiles} tiles, {tiles.efficiency:.0%} of them useful;"
         f" {waves.waves} waves on {device.num_sms} SMs, {waves.efficiency:.0%} busy"
     )
+    if args.svg:
+        slope = f"DRAM, {roof.bytes_per_s / 1e12:.1f} TB/s"
+        ceiling = figures_curves.Roof(f"{args.dtype} peak", slope, roof, 2)
+        point = figures_curves.Point(intensity, roof.attainable(intensity), f"{m} x {n} x {k}", 1)
+        picture = figures_curves.roofline_figure([ceiling], [point], f"{m} x {n} x {k}")
+        _write(args.svg, picture.standalone())
     return 0
 
 

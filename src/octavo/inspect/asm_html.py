@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -67,9 +68,17 @@ def render_html(
         f'<div class="pane" id="ptx"><h3>PTX</h3>{_ptx(assembly)}</div>',
         f'<div class="pane" id="sass"><h3>SASS</h3>{_sass(assembly)}</div>',
         "</div>",
+        _words(assembly),
         "<script>" + script,
     ]
     return page(title, "\n".join(body), wide=True)
+
+
+def _words(assembly: Assembly) -> str:
+    """What each opcode of this kernel does, for the tooltips that the script makes."""
+    words = {s.root: words_of(s.root) for s in assembly.sass.instructions}
+    data = json.dumps({root: text for root, text in sorted(words.items()) if text})
+    return f'<script type="application/json" id="words">{data.replace("<", "\\u003c")}</script>'
 
 
 def _mix(assembly: Assembly) -> str:
@@ -165,8 +174,7 @@ def _sass(assembly: Assembly) -> str:
         data += f' data-s="{line}"' if line else ""
         guard = f"@{step.guard} " if step.guard else ""
         kind = _CLASS.get(step.group, "")
-        words = escape(words_of(step.root), quote=True)
-        opcode = f'<span class="{kind}" title="{words}">{escape(step.opcode)}</span>'
+        opcode = f'<em class="{kind}">{escape(step.opcode)}</em>' if kind else escape(step.opcode)
         code = f"{guard}{opcode} {escape(step.operands)}"
         extra = f'<span class="loops">{"".join(bars)}</span>'
         rows.append(_row(f"{step.offset:04x}", code, line, data, extra))

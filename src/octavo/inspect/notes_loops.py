@@ -14,6 +14,7 @@ from octavo.inspect.source_loops import (
     SourceLoop,
     Steps,
     Unrolling,
+    is_service,
     source_loops,
     unrolling,
     work_of,
@@ -181,6 +182,9 @@ def most_in_flight(body: list[Instruction]) -> int:
 def _mix_notes(assembly: Assembly, machine: Loop) -> list[Note]:
     """What one trip is made of, for loops that do arithmetic."""
     steps = assembly.sass.instructions
+    inner = [x for x in assembly.sass_loops if x.body < machine.body]
+    if not all(is_service(steps, x) for x in inner):
+        return []  # a sum over loops that turn a different number of times says nothing
     body = [steps[i] for i in sorted(machine.body)]
     groups = Counter(s.group for s in body)
     useful = groups[MATH] + groups[TENSOR]

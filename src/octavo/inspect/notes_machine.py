@@ -108,9 +108,7 @@ def math_notes(assembly: Assembly) -> list[Note]:
             f" shared memory, into {m * n // 128} fp32 registers a thread."
         )
         if clears:
-            text += (
-                f" {clears} of them overwrite the registers instead of adding: no zeroing needed."
-            )
+            text += f" In {clears} the result replaces the registers, so nothing is zeroed before."
         facts = {"opcode": opcode, "count": count, "m": m, "n": n, "k": k, "clears": clears}
         notes.append(Note("Tensor core", text, facts=facts))
     waits = Counter(

@@ -70,8 +70,10 @@ def test_an_unknown_rung_is_one_line(capsys: pytest.CaptureFixture[str], name: s
     assert err.count("\n") == 1
 
 
-def test_roofline_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = call(capsys, "roofline", "8192", "8192", "8192")
+def test_roofline_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "roof.svg"
+    status, out, _ = call(capsys, "roofline", "8192", "8192", "8192", "--svg", str(picture))
+    assert "8192 x 8192 x 8192" in picture.read_text()
     assert status == 0
     assert "2730.7 FLOP/byte" in out
     assert "bound by    compute" in out

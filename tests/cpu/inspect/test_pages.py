@@ -172,7 +172,7 @@ def test_the_asm_page_is_well_formed_and_links_three_panes() -> None:
     assert "a < b" in words
     assert "Redundant zero-init." in words
     assert html.count("data-o=") == len(assembly.sass.instructions)
-    assert 'class="g-math" title="fp32 fused multiply-add' in html
+    assert '"FFMA": "fp32 fused multiply-add' in html
     # The source line of the loop body and its instructions carry the same number.
     assert html.count('data-s="2"') == 1 + sum(
         assembly.home_line(s) == 2 for s in assembly.sass.instructions
