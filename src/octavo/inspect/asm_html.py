@@ -78,7 +78,8 @@ def _words(assembly: Assembly) -> str:
     """What each opcode of this kernel does, for the tooltips that the script makes."""
     words = {s.root: words_of(s.root) for s in assembly.sass.instructions}
     data = json.dumps({root: text for root, text in sorted(words.items()) if text})
-    return f'<script type="application/json" id="words">{data.replace("<", "\\u003c")}</script>'
+    safe = data.replace("<", "\\u003c")  # nothing in it can end the script element
+    return f'<script type="application/json" id="words">{safe}</script>'
 
 
 def _mix(assembly: Assembly) -> str:
