@@ -6,6 +6,7 @@ Rules that need the model (vocabulary, context length) are checked by the input 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,7 +53,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive (multiplies negative) logits of tokens in prompt or output; over 0."""
     seed: int | None = None
-    """Fixes the random stream whatever else is in the batch. None: drawn from the engine's seed."""
+    """Fixes the random stream whatever else is in the batch. None or -1: the engine draws one."""
     max_tokens: int | None = 16
     """Output tokens at most. None: up to the context limit. 0: prompt scores only."""
     min_tokens: int = 0
@@ -93,6 +94,8 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _normalise(self) -> None:
+        if self.seed == -1 and not isinstance(self.seed, bool):
+            self._set("seed", None)
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         if isinstance(self.bad_words, str):
@@ -104,7 +107,7 @@ class SamplingParams:
             try:
                 self._set(name, tuple(value))
             except TypeError:
-                raise InvalidRequestError(name, f"must be a list, not {value!r}") from None
+                raise InvalidRequestError(name, f"must be a list, not {_show(value)}") from None
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidRequestError("logit_bias", "must map token ids to values")
@@ -127,7 +130,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequestError(name, f"must be true or false, not {value!r}")
+                raise InvalidRequestError(name, f"must be true or false, not {_show(value)}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError("output_kind", f"{self.output_kind!r} is not a kind")
         if self.stop and not self.detokenize:
@@ -147,7 +150,7 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             for value in getattr(self, name) or ():
                 if not isinstance(value, str) or not value:
-                    raise InvalidRequestError(name, f"{value!r} is not a non-empty string")
+                    raise InvalidRequestError(name, f"{_show(value)} is not a non-empty string")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for value in getattr(self, name) or ():
                 _integer(name, value, 0, None)
@@ -160,14 +163,25 @@ class SamplingParams:
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(field, f"must be an integer, not {value!r}")
+        raise InvalidRequestError(field, f"must be an integer, not {_show(value)}")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequestError(field, f"must be {limit}, not {value}")
+        raise InvalidRequestError(field, f"must be {limit}, not {_show(value)}")
 
 
 def _real(field: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(field, f"must be a number, not {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequestError(field, f"must be finite and in [{low}, {high}], not {value}")
+        raise InvalidRequestError(field, f"must be a number, not {_show(value)}")
+    # Compared, not converted: an int may be too large for a float. NaN fails every comparison.
+    if not low <= value <= min(high, sys.float_info.max):
+        raise InvalidRequestError(
+            field, f"must be finite and in [{low}, {high}], not {_show(value)}"
+        )
+
+
+def _show(value: Any) -> str:
+    """The value as an error text may carry it: short, and never itself an error."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # str() refuses more than 4,300 digits
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

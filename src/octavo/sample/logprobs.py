@@ -56,7 +56,7 @@ def first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
         value, column = logits.max(dim=1)
         return column, value
     # By blocks: arg-max reductions are four times slower than plain maxima.
-    blocks = logits.view(rows, -1, BLOCK)
+    blocks = logits.view(rows, vocab // BLOCK, BLOCK)
     value, block = blocks.amax(2).max(dim=1)
     lane = blocks[torch.arange(rows, device=logits.device), block].max(dim=1).indices
     return block * BLOCK + lane, value
