@@ -35,6 +35,7 @@ class Assembly:
     ptx: PtxKernel
     sass: SassKernel
     resources: KernelResources
+    log: str = ""  # what the compiler said
 
     @cached_property
     def sass_loops(self) -> list[Loop]:
@@ -70,16 +71,19 @@ def assemble(source: str, name: str, kernel: str | None = None) -> Assembly:
         ptx=compiled.ptx,
         sass=machine[entry],
         resources=compiled.resources[entry],
+        log=compiled.log,
     )
 
 
-def from_listings(source: str, ptx: str, sass: SassKernel, resources: KernelResources) -> Assembly:
+def from_listings(
+    source: str, ptx: str, sass: SassKernel, resources: KernelResources, log: str = ""
+) -> Assembly:
     """The same from texts at hand; `source` has `#line` marks where files begin."""
     files = split_files(source)
     parsed = parse_ptx(ptx).get(sass.name, PtxKernel(sass.name))
     first = next((s.locations()[-1].file for s in sass.instructions if s.where), "")
     main = first or next(iter(files), "")
-    return Assembly(sass.name, main, files, ptx.splitlines(), parsed, sass, resources)
+    return Assembly(sass.name, main, files, ptx.splitlines(), parsed, sass, resources, log)
 
 
 def split_files(source: str) -> dict[str, dict[int, str]]:

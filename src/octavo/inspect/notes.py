@@ -11,12 +11,14 @@ from octavo.inspect.notes_machine import (
     register_notes,
     sync_notes,
     tma_notes,
+    warning_notes,
 )
 
 
 def notes(assembly: Assembly) -> list[Note]:
     """All remarks, grouped by topic in a fixed order."""
     return [
+        *warning_notes(assembly),
         *register_notes(assembly),
         *loop_notes(assembly),
         *math_notes(assembly),

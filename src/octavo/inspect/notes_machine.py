@@ -22,6 +22,20 @@ _MEMORY = {
 _ADDRESS = re.compile(r"\[(U?R\d+)(?:\.64)?(?:\+UR\d+)?(?:\+(-?0x[0-9a-f]+))?\]")
 
 
+_SERIAL = (
+    "wgmma instructions are SERIALIZED, each waits for the one before; the accumulators are touched"
+    " while wgmma still runs, or there are too few registers"
+)
+_WGMMA_WARNINGS = {
+    "7510": _SERIAL,
+    "7511": _SERIAL,
+    "7514": _SERIAL,
+    "7515": _SERIAL,
+    "7517": "it put in a wait for wgmma, because its registers are read too early",
+    "7519": "it put in a fence (warpgroup.arrive), because registers are written before wgmma",
+}
+
+
 def many(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -226,6 +240,17 @@ def register_notes(assembly: Assembly) -> list[Note]:
             verb = "gives registers back, down to" if "DEALLOC" in step.opcode else "takes up to"
             said = f"USETMAXREG at {step.offset:#06x}: this warpgroup {verb} {count} a thread."
             notes.append(Note("Registers", said, offsets=(step.offset,), facts={"to": count}))
+    return notes
+
+
+def warning_notes(assembly: Assembly) -> list[Note]:
+    """What ptxas warned of about wgmma (its messages C75xx), in our words."""
+    counts = Counter(code for code in re.findall(r"\(C(75\d\d)\)", assembly.log))
+    notes = []
+    for code, count in sorted(counts.items()):
+        meaning = _WGMMA_WARNINGS.get(code, "see the compile log")
+        text = f"ptxas said C{code} {'once' if count == 1 else f'{count} times'}: {meaning}."
+        notes.append(Note("Compiler warning", text, facts={"code": code, "count": count}))
     return notes
 
 

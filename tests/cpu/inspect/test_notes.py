@@ -199,3 +199,14 @@ def test_register_lists_of_wgmma_are_shortened() -> None:
 def test_an_unknown_kernel_is_an_error_that_lists_them() -> None:
     with pytest.raises(KernelError, match="only one"):
         assemble('extern "C" __global__ void one() {}', "x.cu", "two")
+
+
+def test_serialized_wgmma_is_said_first() -> None:
+    log = "ptxas info : (C7511) Potential Performance Loss\n(C7519) x\n(C7519) y\n"
+    assembly = listing("EXIT")
+    assembly.log = log
+    first, second = notes(assembly)[:2]
+    assert first.facts == {"code": "7511", "count": 1}
+    assert "SERIALIZED" in first.text
+    assert second.facts == {"code": "7519", "count": 2}
+    assert not facts(notes(listing("EXIT")), "Compiler warning")
