@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from octavo.sample.logprobs import mass
 from octavo.sample.random import BLOCK, block_arrivals, gumbel_noise, negative_log
 
-_SCOUTS = 8  # on real logits: 8 + 19 blocks expanded of 768; 1 + 89 with one scout, 14 needed
+# Blocks expanded at first. Of the 768 of real logits (SmolLM2, temperature 1) 14 decide on average.
+_FIRST_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +111,31 @@ def gumbel_argmax(distance: Tensor, keys: Tensor) -> Tensor:
     """Token ids (rows,) int64 of the largest distance + noise, the lowest id on ties.
 
     At least one entry of each row is finite; keys: (rows, 2) int64. A block's largest distance
-    plus its largest noise bounds its scores (rounding is monotonic), so only blocks that reach the
-    best score of a few scouted blocks are expanded: the search is exact.
+    plus its largest noise bounds its scores (rounding is monotonic). Blocks are expanded in falling
+    order of bound until the next bound is below the best score: the search is exact.
     """
-    rows, vocab = distance.shape
+    num_rows, vocab = distance.shape
     if vocab % BLOCK:
         distance = pad(distance, (0, -vocab % BLOCK), value=-torch.inf)
-    distance = distance.view(rows, -1, BLOCK)
+    distance = distance.view(num_rows, -1, BLOCK)
     num_blocks = distance.shape[1]
     times, offsets = block_arrivals(keys, num_blocks)
     bounds = distance.amax(2) + negative_log(times)
-
-    def scores(row: Tensor, block: Tensor) -> Tensor:
+    lanes = torch.arange(BLOCK, device=keys.device)
+    tokens = torch.empty_like(keys[:, 0])
+    rows = torch.arange(num_rows, device=keys.device)
+    width = _FIRST_WIDTH
+    while len(rows):
+        width = min(width, num_blocks)
+        bound, block = bounds.index_select(0, rows).topk(min(width + 1, num_blocks))
+        row, block = rows.repeat_interleave(width), block[:, :width].flatten()
         noise = gumbel_noise(keys[row], block, times[row, block], offsets[row, block])
-        return noise.add_(distance[row, block])
-
-    scouts = bounds.topk(min(_SCOUTS, num_blocks), dim=1).indices
-    row = torch.arange(rows, device=distance.device).repeat_interleave(scouts.shape[1])
-    reached = scores(row, scouts.flatten()).view(rows, -1).amax(1)
-    row, block = (bounds >= reached[:, None]).nonzero(as_tuple=True)
-    best, lane = scores(row, block).max(dim=1)
-    row_best = reached.scatter_reduce(0, row, best, reduce="amax")
-    token = (block * BLOCK + lane).masked_fill(best != row_best[row], vocab)
-    return torch.full_like(keys[:, 0], vocab).scatter_reduce(0, row, token, reduce="amin")
+        scores = noise.add_(distance[row, block]).view(len(rows), -1)
+        best = scores.amax(1, keepdim=True)
+        ids = (block[:, None] * BLOCK + lanes).view(len(rows), -1)
+        tokens[rows] = ids.masked_fill_(scores != best, vocab).amin(1)
+        if width == num_blocks:
+            break
+        rows = rows[bound[:, width] >= best[:, 0]]
+        width *= 4
+    return tokens
