@@ -1,0 +1,140 @@
+// 22 Stream-K
+//
+// Problem:   C[M,N] = A[M,K] B[N,K]^T, bf16 in and out, fp32 accumulate, any M and N, K a multiple of 8.
+// Idea:      4096^3 is 256 cluster tiles, and 66 clusters do 3.88 each: four rounds, the last one partly
+//            empty. So some tiles are cut along K, in runs of equal length: a cluster computes the tail of
+//            one tile, whole tiles, and the head of another, to which it adds the tail that its neighbour
+//            left in memory. All 132 SMs finish together. The order of additions is fixed.
+// Limiter:   Power, and 128 KB a CTA of partial sums written and read once.
+// Predicted: 3% fewer cycles; 2% at 8192^3, and half of that at 4096^3, where the sums weigh more.
+// Measured:  not yet
+// PTX:       9.7.9.11 st.release, 9.7.9.8 ld.acquire.
+#include "common/stream_k.cuh"
+
+constexpr int BLOCK_M = 128;
+constexpr int BLOCK_N = 256;
+constexpr int BLOCK_K = 64;
+constexpr int STAGES = 4;
+constexpr int THREADS = 384;
+constexpr int CLUSTER = 2;
+constexpr int B_BOX_ROWS = BLOCK_N / CLUSTER;
+constexpr int HILBERT = 1;
+constexpr int CHUNKS = BLOCK_N / 64;
+constexpr int PERSISTENT = 1;
+constexpr int PROGRAMMATIC = 1;
+constexpr int STREAM = 1;
+constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 4 * 64 * 64 * 2 + 1024;
+
+struct Shared {
+  bf16 a[STAGES][BLOCK_M * BLOCK_K];
+  bf16 b[STAGES][BLOCK_N * BLOCK_K];
+  bf16 c[2][2][CHUNK_ELEMENTS];  // two chunks in turn for each consumer
+  RingBarriers<STAGES> ring;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    stream_k(const __grid_constant__ GemmArgs args) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
+  Shared& shared = *reinterpret_cast<Shared*>(smem);
+  // A cluster owns CLUSTER tiles below each other; the host lists them in Hilbert order.
+  const int tiles = ceil_div(args.m, BLOCK_M * CLUSTER) * ceil_div(args.n, BLOCK_N);
+  const int blocks_k = ceil_div(args.k, BLOCK_K);
+  const int rank = cluster_cta_rank();
+  const int first = blockIdx.x / CLUSTER;
+  const int clusters = gridDim.x / CLUSTER;
+  if (threadIdx.x == 0) shared.ring.init(1, 2 * CLUSTER);
+  cluster_sync();  // the peer's barriers exist before anything arrives there
+  griddepcontrol_launch_dependents();
+
+  Ring<STAGES> ring;
+  if (threadIdx.x < 128) {
+    setmaxnreg_dec<40>();
+    if (threadIdx.x == 0) {
+      tma_prefetch_map(&args.a);
+      tma_prefetch_map(&args.b);
+      // Everything this grid reads or writes comes after a load of this thread, so it alone waits.
+      griddepcontrol_wait();
+      StreamSchedule schedule(tiles, blocks_k, clusters, args.streamed, first);
+      for (Piece piece; schedule.next(piece);) {
+        const Tile tile = unpack_tile(args.order[piece.tile]);
+        const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
+        const int col = tile.n * BLOCK_N + rank * B_BOX_ROWS;
+        for (int block = piece.begin; block < piece.end; ++block, ring.advance()) {
+          const int k = block * BLOCK_K;
+          mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
+          uint64* full = &shared.ring.full[ring.stage];
+          mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
+          tma_load(shared.a[ring.stage], &args.a, full, k, row);
+          tma_load_multicast(shared.b[ring.stage] + rank * B_BOX_ROWS * BLOCK_K, &args.b, full, k,
+                             col, (1 << CLUSTER) - 1);
+        }
+      }
+    }
+  } else {
+    setmaxnreg_inc<232>();
+    const int half = threadIdx.x / 128 - 1;
+    DeferredTile<BLOCK_N> deferred(args.c, shared.c[half], 1 + half);
+    const int warpgroup = blockIdx.x * 2 + half;  // in the grid
+    StreamSchedule schedule(tiles, blocks_k, clusters, args.streamed, first);
+    for (Piece piece; schedule.next(piece);) {
+      const Tile tile = unpack_tile(args.order[piece.tile]);
+      const int blocks = piece.end - piece.begin;
+      float accumulators[BLOCK_N / 2];
+      int last = 0;  // the stage whose wgmma may still be running
+      int block = 0;
+      const auto start_block = [&] {
+        mbarrier_wait(&shared.ring.full[ring.stage], ring.phase);
+        wgmma_fence();
+        wgmma_stage<BLOCK_N>(accumulators, shared.a[ring.stage] + half * 64 * BLOCK_K,
+                             shared.b[ring.stage], block > 0);
+        wgmma_commit();
+      };
+      const auto release_last = [&] {
+        if (threadIdx.x % 128 < CLUSTER) {
+          mbarrier_arrive_cluster(&shared.ring.empty[last], threadIdx.x % 128);
+        }
+      };
+      const auto finish_block = [&] {
+        wgmma_wait<1>();
+        if (block > 0) release_last();
+        last = ring.stage;
+        ring.advance();
+      };
+      if (deferred.waiting && blocks > CHUNKS) {
+#pragma unroll
+        for (; block < CHUNKS; ++block) {
+          start_block();
+          deferred.store(block);  // the last tile's chunk, while the tensor cores work on this tile
+          finish_block();
+        }
+      } else {
+        deferred.store_all();
+      }
+#pragma unroll 1  // unrolled, the loop spills: 192 of 232 registers hold the two tiles
+      for (; block < blocks; ++block) {
+        start_block();
+        finish_block();
+      }
+      wgmma_wait<0>();
+      release_last();
+      if (piece.begin > 0) {
+        PartialSum<BLOCK_N>(args, warpgroup).publish(accumulators, 1 + half);
+        continue;
+      }
+      if (piece.end < blocks_k) {
+        // The tail is with the next cluster's warpgroup of the same rank and half.
+        PartialSum<BLOCK_N>(args, warpgroup + 2 * CLUSTER).add_to(accumulators, 1 + half);
+      }
+      const int row = (tile.m * CLUSTER + rank) * BLOCK_M + half * 64;
+      if (args.tma_store) {
+        deferred.take(accumulators, row, tile.n * BLOCK_N);
+      } else {
+        store_registers<BLOCK_N>(accumulators, args, row, tile.n * BLOCK_N);
+      }
+    }
+    deferred.store_all();
+    if (threadIdx.x % 128 == 0) tma_store_wait_all();
+  }
+  cluster_sync();  // no CTA leaves while its peer may still arrive on its barriers
+}
