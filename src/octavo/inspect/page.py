@@ -63,4 +63,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[
         return f"<tr>{inner}</tr>"
 
     body = "".join(row(cells, "td") for cells in rows)
-    return f"<table><thead>{row(head, 'th')}</thead><tbody>{body}</tbody></table>"
+    inner = f"<thead>{row(head, 'th')}</thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{inner}</table></div>'
