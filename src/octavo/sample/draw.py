@@ -111,8 +111,8 @@ def gumbel_argmax(distance: Tensor, keys: Tensor) -> Tensor:
     """Token ids (rows,) int64 of the largest distance + noise, the lowest id on ties.
 
     At least one entry of each row is finite; keys: (rows, 2) int64. A block's largest distance
-    plus its largest noise bounds its scores (rounding is monotonic). Blocks are expanded in falling
-    order of bound until the next bound is below the best score: the search is exact.
+    plus its largest noise bounds its scores (rounding is monotonic). The blocks of the highest
+    bounds give a score to beat; if other bounds reach it, these are expanded too: an exact search.
     """
     num_rows, vocab = distance.shape
     if vocab % BLOCK:
@@ -124,18 +124,16 @@ def gumbel_argmax(distance: Tensor, keys: Tensor) -> Tensor:
     lanes = torch.arange(BLOCK, device=keys.device)
     tokens = torch.empty_like(keys[:, 0])
     rows = torch.arange(num_rows, device=keys.device)
-    width = _FIRST_WIDTH
+    width = min(_FIRST_WIDTH, num_blocks)
     while len(rows):
-        width = min(width, num_blocks)
-        bound, block = bounds.index_select(0, rows).topk(min(width + 1, num_blocks))
-        row, block = rows.repeat_interleave(width), block[:, :width].flatten()
+        block = bounds.index_select(0, rows).topk(width).indices.flatten()
+        row = rows.repeat_interleave(width)
         noise = gumbel_noise(keys[row], block, times[row, block], offsets[row, block])
         scores = noise.add_(distance[row, block]).view(len(rows), -1)
         best = scores.amax(1, keepdim=True)
         ids = (block[:, None] * BLOCK + lanes).view(len(rows), -1)
         tokens[rows] = ids.masked_fill_(scores != best, vocab).amin(1)
-        if width == num_blocks:
-            break
-        rows = rows[bound[:, width] >= best[:, 0]]
-        width *= 4
+        num_reaching = (bounds.index_select(0, rows) >= best).sum(1)
+        rows = rows[num_reaching > width]
+        width = int(num_reaching.max())
     return tokens
