@@ -44,7 +44,7 @@ def row_of(output: SamplerOutput, row: int) -> Any:
     return output.token_ids[row].item(), output.logprobs.get(row), output.errors.get(row)
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 1000])
+@pytest.mark.parametrize("vocab", [VOCAB, 1000, 49152])
 def test_p16_p20_each_row_alone_equals_it_in_any_batch(vocab: int) -> None:
     """P16, P20, P22: tokens and score bits; random subsets, orders, fp32 and bf16 logits."""
     batch, logits = mixed(vocab)
