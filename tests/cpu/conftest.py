@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
+
+# Before torch: idle OpenMP threads that spin make tests ten times slower on a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

@@ -84,9 +84,15 @@ class PagedModel:
         self.computed.append(0)
         return self.blocks.add(num_tokens)
 
-    @torch.inference_mode()
     def step(self, chunks: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Run the next tokens of each request; their logits, (tokens, vocab_size) fp32 each."""
+        hidden = self.hidden_step(chunks)
+        with torch.inference_mode():
+            return {request: self.model.compute_logits(rows) for request, rows in hidden.items()}
+
+    @torch.inference_mode()
+    def hidden_step(self, chunks: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Run the next tokens of each request; their final hidden states."""
         lens = [len(chunk) for chunk in chunks.values()]
         for request, length in zip(chunks, lens, strict=True):
             self.computed[request] += length
@@ -99,14 +105,19 @@ class PagedModel:
         metadata = self.backend.build_metadata(common)
         ids = torch.cat(list(chunks.values()))
         hidden = self.model.forward(ids, common.positions, self.caches, metadata)
-        logits = self.model.compute_logits(hidden)
-        return dict(zip(chunks, torch.split(logits, lens), strict=True))
+        return dict(zip(chunks, torch.split(hidden, lens), strict=True))
+
+    def step_from_empty(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of one request run alone at once."""
+        self.reset()
+        return self.step({self.add(len(tokens)): tokens})[0]
 
     def solo(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Logits of one request run alone in chunks of the given size."""
+        """Final hidden states of one request run alone in chunks of the given size."""
         self.reset(seed=chunk)
         request = self.add(len(tokens))
-        return torch.cat([self.step({request: part})[request] for part in tokens.split(chunk)])
+        parts = tokens.split(chunk)
+        return torch.cat([self.hidden_step({request: part})[request] for part in parts])
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

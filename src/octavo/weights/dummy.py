@@ -18,6 +18,7 @@ def iterate_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A float32 uniform(-1e-3, 1e-3) tensor for every checkpoint name."""
     for name, target in targets.items():
-        generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        # torch's CPU generator takes 32 bits of the seed, so both go into one hash.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         empty = torch.empty(target.shape)
         yield name, empty.uniform_(-RANGE, RANGE, generator=generator)

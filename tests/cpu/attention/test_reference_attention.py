@@ -184,7 +184,5 @@ def test_without_agreement_only_small_items_are_used(monkeypatch: pytest.MonkeyP
 def test_probe_of_item_sizes_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows_agree(16, 16, 64)
     real = torch.bmm
-    monkeypatch.setattr(
-        torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6 * (a.shape[1] > 16))
-    )
+    monkeypatch.setattr(torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6 * (a.shape[1] > 16)))
     assert not rows_agree(16, 128, 64)

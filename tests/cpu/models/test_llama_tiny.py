@@ -40,7 +40,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "head_dim": {"hidden_size": 60, "head_dim": 32},
-    "wide_group": {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 16},
+    "wide_group": {
+        "hidden_size": 96,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 5000.0}},
     "llama3": {"rope_parameters": LLAMA3},
 }

