@@ -17,11 +17,10 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels import driver
-from octavo.kernels.launch import Kernel, LaunchShape, pack, sm_count
+from octavo.kernels.launch import Kernel, LaunchShape, pack
 from octavo.kernels.matmul.quantization import ceil_div
 from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.schedule import hilbert_order
-from octavo.kernels.matmul.stream import streamed_tiles
 
 MAX_GRID_Y = 65_535
 MAX_TILES = 1 << 15  # a tile coordinate has 15 bits in an order table
@@ -43,10 +42,7 @@ class GemmArgs(Structure):
         ("n", c_int),
         ("k", c_int),
         ("tma_store", c_int),
-        ("streamed", c_int),
-        ("partials", c_void_p),
-        ("flags", c_void_p),
-        ("pad", c_char * 64),
+        ("pad", c_char * 88),
     ]
 
     @classmethod
@@ -70,7 +66,6 @@ _kernels: dict[int, Kernel] = {}
 _calls: OrderedDict[tuple[object, ...], PreparedCall] = OrderedDict()
 # Never dropped: a captured CUDA graph may hold a table's address. 4 bytes a tile.
 _order_tables: dict[tuple[int, int, int], torch.Tensor] = {}
-_workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _by_number = {rung.number: rung for rung in RUNGS if rung.kind == "matmul"}
 
 
@@ -87,7 +82,7 @@ def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
 
     a: (M, K), out: (M, N). Raises KernelError before any launch for an operand it can't take.
     """
-    key = (number, _stream(a), *_identity(a), *_identity(b), *_identity(out))
+    key = (number, *_identity(a), *_identity(b), *_identity(out))
     call = _calls.get(key)
     if call is None:
         check_operands(_rung(number), a, b, out)
@@ -104,11 +99,6 @@ def _rung(number: int) -> Rung:
     if number not in _by_number:
         raise KernelError(f"there is no matmul rung {number}; there are {sorted(_by_number)}")
     return _by_number[number]
-
-
-def _stream(tensor: torch.Tensor) -> int:
-    """Part of the key because a streaming rung's partial sums belong to one stream."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -129,19 +119,11 @@ def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
         programmatic=bool(rung.constants.get("PROGRAMMATIC", 0)),
     )
     resident = kernel.resident_ctas(device, shape)
-    streamed = 0
-    if rung.constants.get("STREAM"):
-        clusters_m, clusters_n = cluster_tiles(rung, m, n)
-        blocks = ceil_div(k, rung.block_k)
-        streamed = streamed_tiles(clusters_m * clusters_n, blocks, resident // rung.cluster)
-    if streamed:
-        shape = replace(shape, grid=(resident, 1, 1))
-    else:
-        shape = replace(shape, grid=grid_of(rung, m, n, resident))
+    shape = replace(shape, grid=grid_of(rung, m, n, resident))
     if rung.dtype == "fp32":
         parameters, keep = _pack_fp32(m, n, k, a, b, out)
     else:
-        parameters, keep = _pack_bf16(rung, m, n, k, a, b, out, streamed)
+        parameters, keep = _pack_bf16(rung, m, n, k, a, b, out)
     return PreparedCall(kernel, shape, parameters, keep)
 
 
@@ -235,7 +217,6 @@ def _pack_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    streamed: int,
 ) -> tuple[Any, tuple[Any, ...]]:
     args = GemmArgs.aligned()
     base = ctypes.addressof(args)
@@ -256,9 +237,6 @@ def _pack_bf16(
         table = order_table(a.device.index, *cluster_tiles(rung, m, n))
         args.order = table.data_ptr()
         keep = (args, table)
-    if streamed:
-        partials, flags = _workspace(a.device.index, _stream(a))
-        args.streamed, args.partials, args.flags = streamed, partials.data_ptr(), flags.data_ptr()
     return pack(args), keep
 
 
@@ -285,22 +263,6 @@ def order_table(device: int, tiles_m: int, tiles_n: int) -> torch.Tensor:
         packed = [tile_m << 16 | tile_n for tile_m, tile_n in hilbert_order(tiles_m, tiles_n)]
         _order_tables[key] = torch.tensor(packed, dtype=torch.int32, device=f"cuda:{device}")
     return _order_tables[key]
-
-
-def _workspace(device: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums (fp32, 128 KiB a CTA) and flags (int32, zero) of one stream.
-
-    Launches of one stream do not overlap, so they can share; a captured graph keeps what the
-    capture stream had, so two graphs with streaming rungs must not be replayed at the same time.
-    """
-    key = (device, stream)
-    if key not in _workspaces:
-        ctas = 2 * ceil_div(sm_count(device), 2)
-        _workspaces[key] = (
-            torch.empty(ctas * 128 * 256, device=f"cuda:{device}"),
-            torch.zeros(ctas * 2, dtype=torch.int32, device=f"cuda:{device}"),
-        )
-    return _workspaces[key]
 
 
 def ilp_call(rung: Rung, entry: str, out: torch.Tensor, iterations: int, ctas: int) -> PreparedCall:

@@ -26,7 +26,4 @@ struct alignas(128) GemmArgs {
   const int* order;  // tile visiting order, (m << 16 | n) each; only for rungs that take one
   int m, n, k;
   int tma_store;     // 0 where C's rows are not a multiple of 16 bytes: store from registers
-  int streamed;      // tiles whose K is shared out among clusters; only for rungs that stream
-  float* partials;   // their unfinished sums, one tile a CTA
-  int* flags;        // one a warpgroup, 0 between launches: its partial sum is complete
 };
