@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from octavo import env
+from octavo import __version__, env
 from octavo.errors import OctavoError
 from octavo.logging import configure_logging
 
@@ -28,19 +28,18 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit status; a deliberate error is one line on stderr and 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="octavo", description=__doc__.splitlines()[0])
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    chosen = next((a for a in arguments if not a.startswith("-")), None)
-    for name, summary in VERBS.items():
-        verb = verbs.add_parser(name, help=summary, description=summary)
-        if name == chosen:
-            module = importlib.import_module(f"octavo.cli.{name}")
-            module.add_arguments(verb)
-            verb.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    if not arguments or arguments[0] not in VERBS:
+        return _without_verb(arguments)
+    name, rest = arguments[0], arguments[1:]
+    verb = importlib.import_module(f"octavo.cli.{name}")
+    parser = argparse.ArgumentParser(prog=f"octavo {name}", description=VERBS[name])
+    verb.add_arguments(parser)
+    # Intermixed: prompts may stand before, between and after options.
+    nested = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+    args = parser.parse_args(rest) if nested else parser.parse_intermixed_args(rest)
     try:
         configure_logging(env.log_level())
-        return int(args.run(args))
+        return int(verb.run(args))
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 2
@@ -48,3 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 141
+
+
+def _without_verb(arguments: Sequence[str]) -> int:
+    """`octavo`, `octavo --help`, `octavo --version`, or a verb that is none."""
+    if arguments == ["--version"]:
+        print(f"octavo {__version__}")
+        return 0
+    width = max(map(len, VERBS))
+    print("usage: octavo VERB ...\n")
+    for name, summary in VERBS.items():
+        print(f"  {name:<{width}}  {summary}")
+    print("\n`octavo VERB --help` lists the options of a verb.")
+    if arguments and arguments[0] not in ("-h", "--help"):
+        print(f"octavo: error: no verb {arguments[0]!r}", file=sys.stderr)
+        return 2
+    return 0

@@ -47,13 +47,18 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
     """Options for the sampling parameters that fit a command line; `defaults` replace theirs."""
     group = parser.add_argument_group("sampling parameters")
     for name in SAMPLING_FIELDS:
-        _add(group, SamplingParams, name)
+        if name != "seed":  # the engine's --seed already fixes every request that has none
+            _add(group, SamplingParams, name)
     parser.set_defaults(sampling_defaults=defaults)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """SamplingParams out of parsed options. Raises InvalidRequestError naming the field."""
-    given = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in SAMPLING_FIELDS and name != "seed"
+    }
     return SamplingParams(**{**args.sampling_defaults, **given})
 
 

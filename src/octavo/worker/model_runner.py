@@ -52,10 +52,13 @@ class LaunchedStep:
     """Requests of the sampled rows, in row order."""
     sampled: SamplerOutput | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the device and return plain data."""
-        output = ModelRunnerOutput(self.step_id, prompt_logprobs=self.prompt_logprobs)
+        output = ModelRunnerOutput(
+            self.step_id, prompt_logprobs=self.prompt_logprobs, errors=self.errors
+        )
         if self.sampled is None:
             return output
         token_ids = self.sampled.token_ids.tolist()
@@ -110,10 +113,12 @@ class ModelRunner:
             batch.input_ids, batch.positions, self._kv_caches, batch.attention
         )
         self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
-        scores = self._score_prompts(plan, batch, hidden)
-        request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
-        sampled = self._sample(batch, request_ids, hidden) if request_ids else None
-        return LaunchedStep(plan.step_id, request_ids, sampled, scores)
+        step = LaunchedStep(plan.step_id)
+        self._score_prompts(plan, batch, hidden, step)
+        step.request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
+        if step.request_ids:
+            step.sampled = self._sample(batch, step.request_ids, hidden)
+        return step
 
     def _admit(self, new: NewRequestData) -> None:
         self._sampling.add(self.slots.slot_of[new.request_id], new.engine_request)
@@ -174,10 +179,9 @@ class ModelRunner:
         return sampled
 
     def _score_prompts(
-        self, plan: SchedulerOutput, batch: ForwardBatch, hidden: torch.Tensor
-    ) -> dict[str, list[TokenLogprobs]]:
+        self, plan: SchedulerOutput, batch: ForwardBatch, hidden: torch.Tensor, step: LaunchedStep
+    ) -> None:
         """Scores that this step makes possible, for the requests that ask for them."""
-        scores: dict[str, list[TokenLogprobs]] = {}
         start = 0
         for request_id, query_len in plan.num_scheduled_tokens.items():
             end = start + query_len
@@ -185,9 +189,12 @@ class ModelRunner:
             if resident.num_top is not None:
                 self._scorer.keep(hidden[start:end], batch.common.slot_mapping[start:end])
                 if positions := self._positions_to_score(resident):
-                    scores[request_id] = self._score(request_id, positions, resident.num_top)
+                    try:
+                        scores = self._score(request_id, positions, resident.num_top)
+                        step.prompt_logprobs[request_id] = scores
+                    except FloatingPointError as error:
+                        step.errors[request_id] = str(error)
             start = end
-        return scores
 
     def _positions_to_score(self, resident: _Resident) -> range:
         end = min(resident.num_computed_tokens + 1, resident.num_prompt_tokens)

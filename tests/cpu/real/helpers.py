@@ -23,14 +23,14 @@ TEXTS = (
 )
 LONG = " ".join(TEXTS)
 
-# The settings under which everything must come out the same; (name, engine settings).
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1234, max_tokens=16, logprobs=0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
 
 
 def prompts() -> list[str]:
-    """Eight prompts from a dozen to about six hundred tokens, several around block borders."""
-    return [TEXTS[0], LONG, TEXTS[1], LONG + " " + LONG, TEXTS[2], TEXTS[3], LONG + TEXTS[4], "A"]
+    """Eight prompts of 1 to about 620 tokens, so that a chunk of 501 cuts one of them."""
+    longest = " ".join([LONG] * 4)
+    return [TEXTS[0], LONG, TEXTS[1], longest, TEXTS[2], TEXTS[3], LONG + TEXTS[4], "A"]
 
 
 def params() -> list[SamplingParams]:

@@ -12,7 +12,7 @@ from tests.cpu.real.helpers import TEXTS, engine
 
 def test_greedy_tokens_equal_transformers(smollm2_path: Path, smollm2_reference: object) -> None:
     """8 prompts x 48 tokens, batched here, one by one there."""
-    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=48, min_tokens=48)
     with engine(smollm2_path, dtype="float32") as llm:
         outputs = llm.generate(list(TEXTS), params, use_tqdm=False)
     for output in outputs:

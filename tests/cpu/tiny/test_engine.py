@@ -120,7 +120,9 @@ def test_nan_in_one_request_ends_that_request_only(
 
         with monkeypatch.context() as patch:
             patch.setattr(embed, "forward", poisoned)
-            outputs = run(llm, PROMPTS, PARAMS)
+            outputs = run(llm, PROMPTS, PARAMS, PARAMS, params(prompt_logprobs=1), PARAMS)
+            [scored] = run(llm, [PROMPTS[2]], params(prompt_logprobs=0, max_tokens=0))
+        assert scored.outputs[0].finish_reason == "error"
         assert outputs[2].outputs[0].finish_reason == "error"
         assert "NaN" in str(outputs[2].outputs[0].error)
         for index in (0, 1, 3):
