@@ -25,7 +25,7 @@ from octavo.kernels.matmul.registry import RUNGS, Rung
 CUBLAS = "cublas"
 _SLOW_RUNGS = 6  # below this number one launch takes long enough to be timed alone
 _COOL_LAUNCHES = 8  # a burst short enough that the power limit has not caught it
-_SAMPLE_US = 60_000.0
+_SAMPLE_US = 50_000.0
 
 
 def run_ladder(
@@ -50,12 +50,12 @@ def run_ladder(
     document["ilp"] = [time_ilp(rung) for rung in chosen if rung.kind == "ilp"]
     fp32 = [r for r in chosen if r.kind == "matmul" and r.dtype == "fp32"]
     bf16 = [r for r in chosen if r.dtype == "bf16"]
-    for size in fp32_sizes if fp32 else ():
-        document["results"] += time_square(fp32, size, "sustained", rounds, 0.0, progress)
-    for size in sizes if bf16 else ():
-        for mode in modes:
+    for mode in modes if bf16 else ():
+        for size in sizes:
             wait = pause if mode == "cool" else 0.0
             document["results"] += time_square(bf16, size, mode, rounds, wait, progress)
+    for size in fp32_sizes if fp32 else ():
+        document["results"] += time_square(fp32, size, "sustained", rounds, 0.0, progress)
     return document
 
 
@@ -88,10 +88,15 @@ def time_square(
             if mode == "sustained" and not group.keys() & slow:
                 timer.hold_load(arms[CUBLAS][0], 1.0)
             timings |= timer.compare(
-                group, launches=launches, rounds=3 if group.keys() & slow else rounds, pause=pause
+                group,
+                launches=launches,
+                rounds=3 if group.keys() & slow else rounds,
+                pause=pause,
+                settle=mode == "sustained" and not group.keys() & slow,
             )
     reference = timings[CUBLAS].median_us
-    for name, timing in timings.items():
+    for name in sorted(timings):  # ladder order, then cuBLAS
+        timing = timings[name]
         row = {
             "rung": name,
             "dtype": dtype,

@@ -1,12 +1,13 @@
 """Times GPU work so that the numbers can be compared: graph replay, cold L2, arms in turn.
 
-Every arm of a comparison runs in every round, in rotating order, so drift of clock or temperature
+Every arm of a comparison runs in every round, in shuffled order, so drift of clock or temperature
 meets all of them. An arm is a list of calls over different operand sets: when the sets together are
 larger than twice the L2, each launch finds its operands in memory, not in the cache.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,24 +59,27 @@ def compare(
     launches: int,
     rounds: int = 7,
     pause: float = 0.0,
+    settle: bool = False,
 ) -> dict[str, Timing]:
     """Times all arms, interleaved. `pause` seconds of idling before each sample let the chip cool.
 
-    A sample is one replay of `launches` launches between two events, right after an untimed replay
-    of one launch that wakes the clock.
+    A sample is one replay of `launches` launches between two events, right after an untimed replay:
+    of one launch, which wakes the clock, or with `settle` of the whole sample, so that the clock is
+    the one that this arm holds and not what the arm before left. Each round has its own order.
     """
     graphs = {name: capture(calls, launches) for name, calls in arms.items()}
     wakers = {name: capture(calls[:1], 1) for name, calls in arms.items()}
     samples: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        shuffle.shuffle(names)
+        for name in names:
             torch.cuda.synchronize()
             if pause:
                 time.sleep(pause)
             start, end = _event(), _event()
-            wakers[name].replay()
+            (graphs if settle else wakers)[name].replay()
             start.record()
             graphs[name].replay()
             end.record()
