@@ -136,14 +136,21 @@ def _end_of_statement(lines: dict[int, str], first: int) -> int:
 
 
 def owner(step: Instruction | PtxInstruction, loops: Sequence[SourceLoop]) -> SourceLoop | None:
-    """The source loop that a step (or the loop that it closes) belongs to: the tightest around.
+    """The source loop that a step (or the loop that it closes) belongs to.
 
-    Locations are tried from the innermost inlined function outwards.
+    Of the files on its chain of inlined calls the innermost that has a loop around counts; of all
+    lines of the chain in that file, the tightest loop around any. All, because the text of a lambda
+    stands outside the loop that calls it.
     """
-    for where in step.locations():
-        around = [x for x in loops if x.file == where.file and x.line <= where.line <= x.last_line]
+    for file in dict.fromkeys(where.file for where in step.locations()):
+        lines = [where.line for where in step.locations() if where.file == file]
+        around = [
+            x
+            for x in loops
+            if x.file == file and any(x.line <= line <= x.last_line for line in lines)
+        ]
         if around:
-            return min(around, key=lambda x: (x.line != where.line, x.last_line - x.line))
+            return min(around, key=lambda x: x.last_line - x.line)
     return None
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from octavo.errors import KernelError
-from octavo.inspect.asm import Assembly, Note, assemble
+from octavo.inspect.asm import Assembly, Note, assemble, from_listings
 from octavo.inspect.asm_text import render_text, short_operands
 from octavo.inspect.notes import notes
 from octavo.inspect.notes_loops import most_in_flight
 from octavo.inspect.notes_machine import access_bytes
+from octavo.inspect.sass import parse_sass
 from octavo.inspect.source_loops import source_loops, unrolling
 from octavo.kernels.matmul.registry import rung
-from tests.cpu.inspect.listings import LOOP_SASS, LOOP_SOURCE, listing
+from tests.cpu.inspect.listings import LOOP_SASS, LOOP_SOURCE, PLAIN, listing
 
 
 def facts(remarks: list[Note], kind: str) -> list[Mapping[str, Any]]:
@@ -68,6 +69,35 @@ def test_a_register_that_is_reused_in_the_body_is_no_counter() -> None:
     assert facts(notes(listing(direct, LOOP_SOURCE)), "Unrolling") == [
         {"line": 1, "ptx": None, "sass": 1}
     ]
+
+
+def test_work_in_a_lambda_belongs_to_the_loop_that_calls_it() -> None:
+    source = """#line 1 "/octavo/k.cu"
+for (int tile = 0; tile < tiles; ++tile) {
+  const auto work = [&] { sum += a * b; };
+  for (int k = 0; k < n; ++k) {
+    work();
+  }
+}
+"""
+    text = """.text.k:
+.L_a:
+\t//## File "/octavo/k.cu", line 1
+        /*0000*/                   MOV R1, RZ ;
+.L_b:
+\t//## File "/octavo/k.cu", line 2 inlined at "/octavo/k.cu", line 4
+\t//## File "/octavo/k.cu", line 4
+        /*0010*/                   FFMA R5, R8, R6, R5 ;
+\t//## File "/octavo/k.cu", line 3
+        /*0020*/               @P0 BRA `(.L_b) ;
+\t//## File "/octavo/k.cu", line 1
+        /*0030*/               @P1 BRA `(.L_a) ;
+        /*0040*/                   EXIT ;
+"""
+    assembly = from_listings(source, "", parse_sass(text)["k"], PLAIN)
+    written = source_loops(assembly)
+    found = {x.line: unrolling(assembly, x, written, "sass").counted for x in written}
+    assert found == {1: "", 3: "FFMA"}
 
 
 def test_a_loop_without_a_branch_left_is_gone() -> None:
