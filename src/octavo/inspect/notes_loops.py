@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from octavo.inspect.asm import Assembly, Note
@@ -200,8 +201,26 @@ def _mix_notes(assembly: Assembly, machine: Loop) -> list[Note]:
             f" An SM sub-partition issues one instruction a clock, so at most {share:.0%} of its"
             f" fp32 rate is left for this loop."
         )
-    facts = {"instructions": len(body), **{g: groups[g] for g in groups}}
+    clocks = sum(map(tensor_clocks, body))
+    if clocks:
+        text += (
+            f" Its wgmma keep the SM's tensor cores busy for {clocks:.0f} clocks, in which each of"
+            f" the four sub-partitions can issue as many instructions: the others fit many times."
+        )
+    facts = {"instructions": len(body), "clocks": clocks, **{g: groups[g] for g in groups}}
     return [Note("Instruction mix", text, (), (), (start, end), facts)]
+
+
+def tensor_clocks(step: Instruction) -> float:
+    """Clocks for which a wgmma occupies all tensor cores of an SM; 0 for any other instruction.
+
+    A 16-bit m64nNk16 is 64 * N * 16 multiply-adds at 2048 a clock; 8-bit types run at twice that.
+    """
+    found = re.match(r"([HQI])GMMA\.(\d+)x(\d+)x(\d+)", step.opcode)
+    if not found:
+        return 0.0
+    m, n, k = map(int, found.groups()[1:])
+    return m * n * k / (2048 if found.group(1) == "H" else 4096)
 
 
 def _gone_notes(assembly: Assembly, gone: list[tuple[SourceLoop, str]]) -> list[Note]:

@@ -13,7 +13,7 @@ from octavo.errors import KernelError
 from octavo.inspect.asm import Assembly, Note, assemble, from_listings
 from octavo.inspect.asm_text import render_text, short_operands
 from octavo.inspect.notes import notes
-from octavo.inspect.notes_loops import most_in_flight
+from octavo.inspect.notes_loops import most_in_flight, tensor_clocks
 from octavo.inspect.notes_machine import access_bytes
 from octavo.inspect.sass import parse_sass
 from octavo.inspect.source_loops import source_loops, unrolling
@@ -138,6 +138,13 @@ def test_spills_tma_fences_and_registers_are_named() -> None:
     assert facts(remarks, "TMA") == [{"loads": 1, "multicast": 1}, {"stores": 1, "fences": 1}]
     assert facts(remarks, "Dear fence") == [{"in_loops": 1}]
     assert facts(remarks, "Dead code") == [{"count": 1}]
+
+
+def test_tensor_core_time_by_hand() -> None:
+    steps = listing(
+        "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24\nQGMMA.64x64x32.F32.E4M3.E4M3 R24, x\nEXIT"
+    ).sass.instructions
+    assert [tensor_clocks(step) for step in steps] == [128, 32, 0]
 
 
 def test_widths_and_loads_in_flight() -> None:
