@@ -6,7 +6,7 @@ when blocks are computed and when freed blocks may really return.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from octavo.core.block_hash import HashFunction, hash_block, request_extra_keys
@@ -58,7 +58,7 @@ class KVCacheManager:
         return self.pool.num_free_blocks
 
     @property
-    def holders(self) -> Iterable[str]:
+    def holders(self) -> Collection[str]:
         """Ids of the requests that hold a table."""
         return self._tables.keys()
 

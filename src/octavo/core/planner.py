@@ -133,14 +133,17 @@ class Planner:
             return
         admitted: list[Request] = []
         passed: list[Request] = []
+        is_closed = False
         # Holders of blocks must be able to finish their known tokens, chunk by chunk.
         num_owed = sum(self._num_owed_blocks(state.requests[name]) for name in self._kv.holders)
+        num_parked = len(self._kv.holders) - len(state.running)
         for request in state.waiting:
             if draft.budget == 0 or len(state.running) >= self._config.max_num_seqs:
                 break
-            if not _may_be_admitted(request):
+            is_parked = self._kv.holds(request)  # it was admitted before its remote load
+            if not _may_be_admitted(request) or (is_closed and not is_parked):
                 continue
-            owed_before = self._num_owed_blocks(request) if self._kv.holds(request) else 0
+            owed_before = self._num_owed_blocks(request) if is_parked else 0
             if self._admit(request, num_owed - owed_before, draft):
                 num_owed += self._num_owed_blocks(request) - owed_before
                 admitted.append(request)
@@ -148,10 +151,13 @@ class Planner:
                     older.num_bypassed += 1
             else:
                 passed.append(request)
-            if any(older.num_bypassed >= max_bypass for older in passed):
-                break  # it has aged enough: nobody passes it any more
-            if len(passed) > max_bypass:
-                break  # bounds the work of one step
+            # Closed once somebody has aged enough; the second bound is for the work of one step.
+            # Parked ones go on: the blocks that the head lacks may be theirs.
+            is_closed = len(passed) > max_bypass or any(
+                older.num_bypassed >= max_bypass for older in passed
+            )
+            if is_closed and num_parked == 0:
+                break
         for request in admitted:
             if request.status == RequestStatus.RUNNING:
                 state.waiting.remove(request)

@@ -121,6 +121,27 @@ def test_parked_requests_leave_each_other_room_for_what_they_still_need() -> Non
     assert scheduler.is_idle_clean()
 
 
+def test_parked_request_passes_a_head_that_lacks_its_blocks() -> None:
+    """S04: the queue is closed for others, but the loaded request holds what the head needs."""
+    connector = FakeConnector()
+    scheduler = make_scheduler(8, connector=connector, max_bypass=0)
+    scheduler.add_request(make_request("head", 16, 12))
+    step(scheduler)
+    connector.offer = (8, True)
+    scheduler.add_request(make_request("loaded", 12, 4))
+    step(scheduler)
+    connector.offer = (0, False)
+    head = scheduler.state.requests["head"]
+    for _ in range(8):
+        step(scheduler)
+    assert head.status == RequestStatus.PREEMPTED, "its seventh block was not there"
+    scheduler.kv_load_finished("loaded", 8)
+    assert list(step(scheduler).num_scheduled_tokens) == ["loaded"]
+    for _ in range(20):
+        step(scheduler)
+    assert scheduler.is_idle_clean()
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_abort_while_remote_kv_is_on_its_way(keeps: bool) -> None:
     """S08 with a connector: it may hold the blocks until nothing writes to them any more."""

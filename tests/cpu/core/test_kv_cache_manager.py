@@ -74,6 +74,17 @@ def test_hits_end_where_prompts_diverge_even_inside_a_block() -> None:
     assert run(kv, request("d", list(range(19)))) == 12
 
 
+def test_start_of_a_prefix_survives_longest() -> None:
+    """Tail blocks are freed first, so eviction eats a prefix from its end."""
+    kv = manager(8)
+    a = request("a", list(range(17)))
+    run(kv, a)
+    end(kv, a)
+    filler = request("f", [7] * 20)
+    assert kv.allocate_slots(filler, 20) is not None  # 4 unused blocks and one of a's
+    assert kv.get_computed_blocks(request("b", list(range(17))))[1] == 12
+
+
 def test_planned_blocks_cannot_be_hit_before_they_are_computed() -> None:
     """S17."""
     kv = manager()

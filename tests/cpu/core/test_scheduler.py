@@ -357,6 +357,24 @@ def test_victim_is_behind_and_cheap() -> None:
 
 
 @BOTH
+def test_last_in_order_gives_up_its_own_blocks(depth: int) -> None:
+    """Nobody is behind it and the older one keeps what it has."""
+    loop = looped(
+        make_request("old", 13, 6),
+        make_request("young", 12, 6),
+        num_usable_blocks=7,
+        depth=depth,
+    )
+    young = live(loop.scheduler, "young")
+    for _ in range(3):
+        loop.step()
+    assert young.num_preemptions == 1
+    assert live(loop.scheduler, "old").num_preemptions == 0
+    loop.drain()
+    loop.check_outputs()
+
+
+@BOTH
 def test_prompt_scores_are_delivered_once_across_preemptions(depth: int) -> None:
     requests = [make_request(f"r{i}", 13, 14, prompt_logprobs=0) for i in range(4)]
     loop = run_all(make_scheduler(14, budget=6), requests, depth)
