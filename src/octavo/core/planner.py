@@ -14,7 +14,6 @@ from octavo.core.preemption import choose_victim
 from octavo.core.request import Request, RequestStatus
 from octavo.core.scheduler_output import NewRequestData, SchedulerOutput
 from octavo.core.state import SchedulerState
-from octavo.core.stop import output_limit
 
 
 @dataclass(slots=True)
@@ -51,15 +50,16 @@ class Planner:
         return draft
 
     def _plan_running(self, draft: StepDraft) -> None:
-        active = [request for request in self._state.running if self._num_wanted_tokens(request)]
-        for index, request in enumerate(active):
+        wanted = [(request, self._num_wanted_tokens(request)) for request in self._state.running]
+        active = [(request, num_wanted) for request, num_wanted in wanted if num_wanted > 0]
+        for index, (request, num_wanted) in enumerate(active):
             if draft.budget == 0:
                 return
             if request.status != RequestStatus.RUNNING:
                 continue  # preempted by one before it
             # One token is left for each request behind, so that a long prefill starves no decode.
             fair_share = max(1, draft.budget - (len(active) - 1 - index))
-            num_new = self._chunk(self._num_wanted_tokens(request), fair_share)
+            num_new = self._chunk(num_wanted, fair_share)
             block_ids = self._allocate_running(request, num_new, draft)
             if block_ids is None:
                 continue
@@ -69,10 +69,9 @@ class Planner:
 
     def _num_wanted_tokens(self, request: Request) -> int:
         """Tokens between planned and target; drafts past the output limit are not wanted."""
-        limit = output_limit(request, self._config.max_model_len)
-        if limit == 0:
+        if request.output_limit == 0:
             return request.num_prompt_tokens - request.num_planned_tokens
-        num_open = limit - request.num_output_tokens - request.num_inflight_samples
+        num_open = request.output_limit - request.num_output_tokens - request.num_inflight_samples
         if num_open <= 0:
             return 0
         num_drafts = min(len(request.spec_token_ids), num_open - 1)
@@ -89,7 +88,7 @@ class Planner:
         start = request.num_planned_tokens
         num_drafts = start + num_new - request.num_tokens - request.num_inflight_samples
         num_samples = 0
-        if num_drafts >= 0 and output_limit(request, self._config.max_model_len) > 0:
+        if num_drafts >= 0 and request.output_limit > 0:
             num_samples = 1 + num_drafts
             plan.sampling_requests.add(request_id)
             if num_drafts > 0:
@@ -107,7 +106,9 @@ class Planner:
         """Blocks for a running request; those behind it are preempted if need be, or itself."""
         num_tokens = request.num_planned_tokens + num_new
         num_missing = self._kv.num_missing_blocks(request, num_tokens)
-        if num_missing > 0 and draft.short_of_blocks:
+        if num_missing == 0:
+            return []
+        if draft.short_of_blocks:
             return None
         while True:
             # Deferred blocks count: they are free as soon as the steps in flight are settled.

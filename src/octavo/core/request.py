@@ -75,6 +75,8 @@ class Request:
     engine_request: EngineRequest
     order: tuple[int, int] = (0, 0)
     """Right to run, lower first: (0, arrival) under FCFS, (priority, arrival) under priority."""
+    output_limit: int = 0
+    """Output tokens at most, by max_tokens and the context limit; 0: prompt scores only."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     """Tokens whose value is known here; tokens still on the device are not."""

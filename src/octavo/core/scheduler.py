@@ -22,7 +22,7 @@ from octavo.core.scheduler_output import (
     SchedulerStats,
 )
 from octavo.core.state import SchedulerState
-from octavo.core.stop import append_until_stop, output_limit
+from octavo.core.stop import append_until_stop
 from octavo.errors import InvalidRequestError
 
 
@@ -53,7 +53,14 @@ class Scheduler:
         check_can_ever_run(engine_request, self.config, kv.block_size, kv.pool.num_usable_blocks)
         self._num_added += 1
         priority = engine_request.priority if self.config.policy == "priority" else 0
-        self.state.add(Request(engine_request, order=(priority, self._num_added)))
+        num_room = self.config.max_model_len - len(engine_request.prompt_token_ids)
+        self.state.add(
+            Request(
+                engine_request,
+                order=(priority, self._num_added),
+                output_limit=min(engine_request.max_tokens, num_room),
+            )
+        )
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests in any state; unknown, ended and repeated ids are no-ops."""
@@ -177,13 +184,11 @@ class Scheduler:
             return self._finish(request, RequestStatus.FINISHED_ERROR, error)
         scores = output.prompt_logprobs.get(request_id)
         request.num_prompt_scores += len(scores or ())
-        max_model_len = self.config.max_model_len
-        num_appended, stop = append_until_stop(request, sampled, max_model_len)
+        num_appended, stop = append_until_stop(request, sampled)
         if launched.epoch == request.epoch:
             request.num_computed_tokens += launched.num_tokens - num_rejected
             self.state.kv.cache_blocks(request, request.num_computed_tokens)
-        scores_only = output_limit(request, max_model_len) == 0
-        if scores_only and request.num_computed_tokens >= request.num_prompt_tokens:
+        if request.output_limit == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
             stop = RequestStatus.FINISHED_LENGTH, None
         if stop is not None:
             news = self._finish(request, stop[0])

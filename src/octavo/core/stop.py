@@ -5,27 +5,22 @@ from __future__ import annotations
 from octavo.core.request import Request, RequestStatus
 
 
-def output_limit(request: Request, max_model_len: int) -> int:
-    """Output tokens this request may have at most; 0: it only wants prompt scores."""
-    return min(request.engine_request.max_tokens, max_model_len - request.num_prompt_tokens)
-
-
-def check_stop(request: Request, max_model_len: int) -> tuple[RequestStatus, int | None] | None:
+def check_stop(request: Request) -> tuple[RequestStatus, int | None] | None:
     """Final status and stop_reason if the last output token ends the request, else None."""
-    last = request.output_token_ids[-1]
+    last, num_output = request.output_token_ids[-1], request.num_output_tokens
     params = request.engine_request.sampling_params
-    if request.num_output_tokens >= params.min_tokens:
+    if num_output >= params.min_tokens:
         if last in request.engine_request.eos_token_ids:
             return RequestStatus.FINISHED_STOPPED, None
         if params.stop_token_ids and last in params.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED, last
-    if request.num_output_tokens >= output_limit(request, max_model_len):
+    if num_output >= request.output_limit:
         return RequestStatus.FINISHED_LENGTH, None
     return None
 
 
 def append_until_stop(
-    request: Request, token_ids: list[int], max_model_len: int
+    request: Request, token_ids: list[int]
 ) -> tuple[int, tuple[RequestStatus, int | None] | None]:
     """Append sampled tokens up to the first that ends the request; the rest is dropped.
 
@@ -33,6 +28,6 @@ def append_until_stop(
     """
     for count, token_id in enumerate(token_ids, start=1):
         request.output_token_ids.append(token_id)
-        if (stop := check_stop(request, max_model_len)) is not None:
+        if (stop := check_stop(request)) is not None:
             return count, stop
     return len(token_ids), None

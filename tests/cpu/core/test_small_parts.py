@@ -13,7 +13,7 @@ from octavo.core.inflight import InflightSteps, LaunchedRequest
 from octavo.core.preemption import choose_victim
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_queue import RequestQueue
-from octavo.core.stop import append_until_stop, check_stop, output_limit
+from octavo.core.stop import append_until_stop, check_stop
 from octavo.errors import InvalidRequestError
 from tests.cpu.core.fakes import EOS, make_request
 
@@ -87,9 +87,9 @@ def test_victim_that_frees_nothing_is_the_last_resort_and_of_equals_the_last_goe
 
 
 def ended(*tokens: int, **params: object) -> tuple[RequestStatus, int | None] | None:
-    request = Request(make_request("r", 4, eos=True, **{"max_tokens": 5, **params}))  # type: ignore[arg-type]
+    request = Request(make_request("r", 4, 5, eos=True, **params), output_limit=5)  # type: ignore[arg-type]
     request.output_token_ids = list(tokens)
-    return check_stop(request, 100)
+    return check_stop(request)
 
 
 STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH
@@ -111,21 +111,12 @@ def test_stops_are_inert_before_min_tokens_but_the_limit_is_not() -> None:
     assert ended(1, 2, 3, 4, EOS, min_tokens=5) == (STOPPED, None)
 
 
-def test_context_limit_ends_a_request() -> None:
-    request = Request(make_request("r", 4, 50))
-    assert output_limit(request, 6) == 2
-    request.output_token_ids = [1]
-    assert check_stop(request, 6) is None
-    request.output_token_ids = [1, 2]
-    assert check_stop(request, 6) == (LENGTH, None)
-
-
 def test_tokens_after_a_stop_are_dropped() -> None:
     """Speculation can bring tokens past the end in one result."""
-    request = Request(make_request("r", 4, 10, stop_token_ids=[7]))
-    assert append_until_stop(request, [1, 7, 2], 100) == (2, (STOPPED, 7))
+    request = Request(make_request("r", 4, 10, stop_token_ids=[7]), output_limit=10)
+    assert append_until_stop(request, [1, 7, 2]) == (2, (STOPPED, 7))
     assert request.output_token_ids == [1, 7]
-    assert append_until_stop(request, [], 100) == (0, None)
+    assert append_until_stop(request, []) == (0, None)
 
 
 def refusal(prompt: int, max_tokens: int, limit: int = 64, num_blocks: int = 100) -> str | None:
