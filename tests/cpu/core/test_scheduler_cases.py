@@ -10,8 +10,8 @@ from octavo.core.block_hash import hash_block
 from octavo.core.request import RequestStatus
 from octavo.errors import InvalidRequestError
 from octavo.outputs import FinishReason
-from tests.cpu.core.fakes import Loop, make_request, make_scheduler, run_all
-from tests.cpu.core.test_scheduler import BOTH
+from tests.cpu.core.fakes import make_request, make_scheduler
+from tests.cpu.core.loop import BOTH, Loop, run_all
 
 
 @BOTH

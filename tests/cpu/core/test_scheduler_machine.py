@@ -12,7 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.cpu.core.fakes import Loop, fake_token, make_request, make_scheduler
+from tests.cpu.core.fakes import fake_token, make_request, make_scheduler
+from tests.cpu.core.loop import Loop
 
 MAX_MODEL_LEN = 28
 

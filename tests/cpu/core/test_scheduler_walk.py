@@ -9,7 +9,8 @@ import pytest
 from octavo.core.block_hash import hash_block
 from octavo.core.scheduler import Scheduler
 from octavo.outputs import FinishReason
-from tests.cpu.core.fakes import Loop, fake_token, make_request, make_scheduler
+from tests.cpu.core.fakes import fake_token, make_request, make_scheduler
+from tests.cpu.core.loop import Loop
 
 MAX_MODEL_LEN = 48
 
