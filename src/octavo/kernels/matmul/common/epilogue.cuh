@@ -4,7 +4,7 @@
 
 // Masked stores straight from registers: 4 bytes a thread, 16 bytes a row, for any M, N and ldc.
 // `row` and `col` are the first of this warpgroup's 64 x N tile.
-template <int N, bool STREAMING = false>
+template <int N>
 DEVICE void store_registers(const float (&d)[N / 2], const GemmArgs& args, int row, int col) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
@@ -19,11 +19,7 @@ DEVICE void store_registers(const float (&d)[N / 2], const GemmArgs& args, int r
       const int c = col + i / 4 * 8 + lane % 4 * 2;
       const uint32 packed = pack_bf16x2(d[i], d[i + 1]);
       if (pairs && c + 1 < args.n) {
-        if constexpr (STREAMING) {
-          store_streaming(out + c, packed);
-        } else {
-          *reinterpret_cast<uint32*>(out + c) = packed;
-        }
+        *reinterpret_cast<uint32*>(out + c) = packed;
       } else {
         if (c < args.n) out[c].bits = (uint16)packed;
         if (c + 1 < args.n) out[c + 1].bits = (uint16)(packed >> 16);

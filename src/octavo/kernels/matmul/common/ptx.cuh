@@ -79,15 +79,6 @@ DEVICE void tma_load(void* destination, const TensorMap* map, uint64* barrier, i
       : "memory");
 }
 
-DEVICE void tma_load_hinted(void* destination, const TensorMap* map, uint64* barrier, int x, int y,
-                            uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem_address(destination)),
-      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "l"(policy)
-      : "memory");
-}
-
 // One read from L2, delivered at the same offset in every CTA of `mask`, completing each one's barrier.
 DEVICE void tma_load_multicast(void* destination, const TensorMap* map, uint64* barrier, int x,
                                int y, uint16 mask) {
@@ -95,16 +86,6 @@ DEVICE void tma_load_multicast(void* destination, const TensorMap* map, uint64* 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem_address(destination)),
       "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "h"(mask)
-      : "memory");
-}
-
-DEVICE void tma_load_multicast_hinted(void* destination, const TensorMap* map, uint64* barrier,
-                                      int x, int y, uint16 mask, uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(
-          smem_address(destination)),
-      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "h"(mask), "l"(policy)
       : "memory");
 }
 
@@ -134,18 +115,6 @@ DEVICE void tma_store_wait_all() {
 // Ordinary shared-memory writes before this are seen by later async-proxy reads (TMA, wgmma).
 DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-DEVICE uint64 policy_evict_first() {
-  uint64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-DEVICE uint64 policy_evict_last() {
-  uint64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 // ---- CTAs, clusters, registers ----------------------------------------------------------------------
@@ -210,9 +179,4 @@ DEVICE void stmatrix_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2, uint32 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
-}
-
-// Streaming stores: C is not read again, so it should leave the L2 to A and B.
-DEVICE void store_streaming(void* address, uint32 value) {
-  asm volatile("st.global.cs.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

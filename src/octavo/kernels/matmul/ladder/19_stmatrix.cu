@@ -52,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Tile tile = unpack_tile(args.order[index]);
         const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
         const int col = tile.n * BLOCK_N + rank * B_BOX_ROWS;
+        const bool backwards = index / clusters % 2;  // the same for all clusters of a round
         for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-          const int k = block * BLOCK_K;
+          const int k = (backwards ? blocks_k - 1 - block : block) * BLOCK_K;
           mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
           uint64* full = &shared.ring.full[ring.stage];
           mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
