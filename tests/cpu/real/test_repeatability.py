@@ -77,11 +77,19 @@ def test_warm_equals_cold(dtype: str, solo: list[Any], smollm2_path: Path) -> No
         assert hits > 0.9 * (warm.prefix_cache_queries - cold.prefix_cache_queries)
 
 
-def test_preempted_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
-    """A pool that holds the longest request but not all of them forces preemptions."""
-    for overlap in (False, True):
-        with engine(
-            smollm2_path, dtype=dtype, num_gpu_blocks_override=46, async_scheduling=overlap
-        ) as llm:
-            assert run(llm) == solo
-            assert llm.engine.core.stats().num_preemptions > 0
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_preempted_equals_solo(
+    overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path
+) -> None:
+    """All prompts fit the pool, all prompts with their outputs do not: some must give way."""
+    lengths = [len(load_tokenizer(smollm2_path).encode(text)) for text in prompts()]
+    prompt_blocks = sum(-(-length // 16) for length in lengths)
+    with engine(
+        smollm2_path,
+        dtype=dtype,
+        num_gpu_blocks_override=prompt_blocks + 3,
+        enable_prefix_caching=False,
+        async_scheduling=overlap,
+    ) as llm:
+        assert run(llm) == solo
+        assert llm.engine.core.stats().num_preemptions > 0
