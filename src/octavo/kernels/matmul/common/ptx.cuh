@@ -1,4 +1,4 @@
-// Thin wrappers, one PTX instruction each. Names follow the PTX ISA, section numbers are of ISA 9.0.
+// Thin wrappers, one PTX instruction each. Names follow the PTX ISA 9.0.
 #pragma once
 #include "common/types.cuh"
 
@@ -8,7 +8,7 @@ DEVICE uint32 smem_address(const void* pointer) {
   return (uint32)__cvta_generic_to_shared(pointer);
 }
 
-// ---- mbarrier (9.7.13.15) ----------------------------------------------------------------------
+// ---- mbarrier ----------------------------------------------------------------------
 
 DEVICE void mbarrier_init(uint64* barrier, uint32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)),
@@ -63,7 +63,7 @@ DEVICE void mbarrier_wait(uint64* barrier, uint32 parity) {
       : "memory");
 }
 
-// ---- tensor copies, TMA (9.7.9.27) ----------------------------------------------------------------
+// ---- tensor copies, TMA ----------------------------------------------------------------
 
 DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -125,7 +125,7 @@ DEVICE uint32 cluster_cta_rank() {
   return rank;
 }
 
-// All threads of all CTAs of the cluster (9.7.13.4): release before, acquire after. Not
+// All threads of all CTAs of the cluster: release before, acquire after. Not
 // .aligned: after a role branch the threads of a warp may arrive apart.
 DEVICE void cluster_sync() {
   asm volatile(
@@ -134,13 +134,13 @@ DEVICE void cluster_sync() {
           : "memory");
 }
 
-// Barrier among `THREADS` threads of a CTA that name the same `id`; 0 is __syncthreads (9.7.13.1).
+// Barrier among `THREADS` threads of a CTA that name the same `id`; 0 is __syncthreads.
 template <int THREADS>
 DEVICE void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// The whole warpgroup gives registers back or claims them (9.7.19.5); multiples of 8.
+// The whole warpgroup gives registers back or claims them; multiples of 8.
 template <int REGISTERS>
 DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -151,7 +151,7 @@ DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Programmatic dependent launch (9.7.13.13): the next kernel of the stream may start now / wait until
+// Programmatic dependent launch: the next kernel of the stream may start now / wait until
 // the kernel before has finished and its writes are visible. Both do nothing without the attribute.
 DEVICE void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -174,7 +174,7 @@ DEVICE void store_shared(void* address, uint32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_address(address)), "r"(value) : "memory");
 }
 
-// Four 8x8 matrices of bf16 from a warp's fragments; lane 8j+i points at row i of matrix j (9.7.14.5.16).
+// Four 8x8 matrices of bf16 from a warp's fragments; lane 8j+i points at row i of matrix j.
 DEVICE void stmatrix_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)

@@ -1,11 +1,11 @@
-// wgmma (PTX ISA 9.7.15): D[64 x N] += A[64 x 16] B[N x 16]^T, bf16 in, fp32 accumulators in registers.
+// wgmma: D[64 x N] += A[64 x 16] B[N x 16]^T, bf16 in, fp32 accumulators in registers.
 //
 // Thread t of a warpgroup (warp w = t / 32, lane l = t % 32) holds in d[i] the element
 //   row 16 w + l / 4 + 8 ((i / 2) % 2),  column 8 (i / 4) + 2 (l % 4) + i % 2.
 #pragma once
 #include "common/ptx.cuh"
 
-// Shared-memory matrix descriptor (9.7.15.5.1.2.2) of a K-major tile with 64 bf16 (128 bytes) a row in
+// Shared-memory matrix descriptor of a K-major tile with 64 bf16 (128 bytes) a row in
 // the 128-byte swizzle: 8-row groups are 1024 bytes apart (bits 32-45, in 16-byte units), the leading
 // offset is unused (1), swizzle mode 1 (bits 62-63). The tile must start at a multiple of 1024 bytes;
 // the next k16 slice is 32 bytes further on, because the hardware swizzles the address it forms.

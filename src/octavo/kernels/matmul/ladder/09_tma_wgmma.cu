@@ -6,8 +6,8 @@
 // Limiter:   Latency: load, wait, multiply, wait, with one stage nothing overlaps inside a CTA. Only
 //            several CTAs an SM hide it. A 64x64 tile also reads each operand byte for only 64 FMAs.
 // Predicted: 300-320 TFLOP/s (317 was reported for this step on an H100), ten times rung 08.
-// Measured:  not yet
-// PTX:       9.7.9.27 cp.async.bulk.tensor, 9.7.13.15 mbarrier, 9.7.15 wgmma, 5.5 swizzle modes.
+// Measured:  372 TFLOP/s at 4096^3, 304 TFLOP/s at 8192^3; 0.46, 0.38 x cuBLAS, cool; H200, a3c9891.
+// PTX:       cp.async.bulk.tensor, mbarrier, wgmma; "Swizzling modes", "Matrix descriptor".
 #include "common/epilogue.cuh"
 
 constexpr int BLOCK_M = 64;

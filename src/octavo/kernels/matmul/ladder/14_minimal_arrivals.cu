@@ -4,11 +4,10 @@
 // Idea:      Nothing but the raw mbarrier operations that are needed. A full barrier counts one arrival,
 //            the producer's expect_tx; consumers only test its parity. An empty barrier counts one
 //            arrival a consumer warpgroup: its wgmma has finished as a whole, so one thread may speak.
-// Limiter:   Every CTA reads its own copy of A and B from the L2: 48 KB a stage, 6 MB for a K step of the
-//            whole chip, at 132 x 48 KB / 0.6 us = 10 TB/s when the tensor cores run at full rate.
+// Limiter:   Every CTA reads its own copy of A and B from the L2: 48 KB for each K block, 6.3 MB for the chip.
 // Predicted: 700 TFLOP/s (704 was reported on an H100): 513 arrivals a stage become 3.
-// Measured:  not yet
-// PTX:       9.7.13.15.13 mbarrier.arrive, 9.7.13.15.16 mbarrier.try_wait.parity.
+// Measured:  735 TFLOP/s at 4096^3, 789 TFLOP/s at 8192^3; 0.91, 0.97 x cuBLAS, cool; H200, a3c9891.
+// PTX:       mbarrier.arrive, mbarrier.try_wait.parity.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"
 

@@ -7,8 +7,8 @@
 //            Hints to the L2, on A and B as on C, all lost a little: see the log.
 // Limiter:   The epilogue: 4-byte stores that touch half a 32-byte sector each, tensor cores idle.
 // Predicted: 747 TFLOP/s (reported on an H100).
-// Measured:  not yet
-// PTX:       9.7.15.5.1 scale-d, 9.7.15.7 wait_group N.
+// Measured:  739 TFLOP/s at 4096^3, 797 TFLOP/s at 8192^3; 0.91, 0.98 x cuBLAS, cool; H200, a3c9891.
+// PTX:       wgmma.mma_async scale-d, wgmma.wait_group with one group pending.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"
 

@@ -6,8 +6,8 @@
 //            the two no longer wait for each other.
 // Limiter:   64 KB of staging leave room for 3 stages only; the tensor cores rest in every epilogue.
 // Predicted: 1% over rung 18.
-// Measured:  not yet
-// PTX:       9.7.14.5.16 stmatrix.
+// Measured:  804 TFLOP/s at 4096^3, 831 TFLOP/s at 8192^3; 0.99, 1.03 x cuBLAS, cool; H200, a3c9891.
+// PTX:       stmatrix.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"
 

@@ -5,10 +5,10 @@
 //            next tile's wgmmas start, and between them the old tile is staged and stored, one 8 KB chunk
 //            in every fourth K block. Two chunks of staging a warpgroup instead of a whole tile
 //            also leave room for a fourth stage.
-// Limiter:   Power: 98% of the cycles are tensor-core cycles now, at the clock that 700 W allow.
+// Limiter:   Power: tensor cores are active 99.1% of the cycles (ncu), at the clock that 700 W allow.
 // Predicted: 1% over rung 19: about 2,000 idle cycles less for each of a CTA's tiles.
-// Measured:  not yet
-// PTX:       9.7.9.25.4 cp.async.bulk.wait_group.read with one group pending.
+// Measured:  820 TFLOP/s at 4096^3, 832 TFLOP/s at 8192^3; 1.01, 1.03 x cuBLAS, cool; H200, a3c9891.
+// PTX:       cp.async.bulk.wait_group.read with one group pending.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"
 
