@@ -26,8 +26,11 @@ LARGE_ROWS = 128
 ITEMS_PER_PASS = 64
 """Bounds the memory of a pass: K/V of one split for this many items."""
 _LARGE_FROM_SMALL_ITEMS = 4
-# Finite, so that a row without visible keys gives exp(-inf - floor) = 0 and no NaN.
-_MAX_FLOOR = -1e30
+# Finite, so that a row without visible keys gives no NaN; the floor is above what is hidden.
+_HIDDEN = 1e38
+_PEAK_FLOOR = -1e30
+# exp of less is not a normal number, and MKL takes 50 times longer for those.
+_MIN_EXPONENT = -87.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,10 @@ class SplitPlan:
     gather: torch.Tensor
     """(2 * num_items * num_kv_heads * 256,) int64 rows of the cache as (-1, head_dim): K, then V.
     Keys past the item's last token point at the null block, which is all zeros."""
+    visible: torch.Tensor
+    """(num_items - num_full, 1, rows, 256) fp32: 1 where the row sees the key, else 0."""
     bias: torch.Tensor
-    """(num_items - num_full, 1, rows, 256) fp32: 0 where visible, -inf elsewhere."""
+    """The same shape: 0 where visible, -1e38 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +167,9 @@ class ReferenceAttention:
                 num_full += 1
             keys = torch.arange(start, start + SPLIT_SIZE)
             visible = keys <= position[num_full:num_items, None, :, None]
-            bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
             gather = self._gather_index(tables[:num_items], last[:num_items], keys)
-            splits.append(SplitPlan(num_items, num_full, gather, bias))
+            seen = visible.float()
+            splits.append(SplitPlan(num_items, num_full, gather, seen, (seen - 1.0) * _HIDDEN))
         return ItemGroup(tokens_per_item, rows, tokens, source, tokens[source], splits)
 
     def _gather_index(
@@ -217,7 +222,7 @@ class ReferenceAttention:
             part = slice(0, split.num_items)
             peak_s, total_s, out_s = _split_partial(q[part], cache_rows, split)
             highest = torch.maximum(peak[part], peak_s)
-            old, new = (peak[part] - highest).exp_(), (peak_s - highest).exp_()
+            old, new = _exp_(peak[part] - highest), _exp_(peak_s - highest)
             total[part] = total[part].mul_(old).add_(total_s.mul_(new))
             out[part] = out[part].mul_(old).add_(out_s.mul_(new))
             peak[part] = highest
@@ -242,11 +247,17 @@ def _split_partial(
     scores = scores.view(items, num_kv_heads, rows, SPLIT_SIZE)
     if split.num_full < items:
         scores[split.num_full :].add_(split.bias)
-    peak = scores.amax(-1, keepdim=True).clamp_(min=_MAX_FLOOR)
-    weights = scores.sub_(peak).exp_()
+    peak = scores.amax(-1, keepdim=True).clamp_(min=_PEAK_FLOOR)
+    weights = _exp_(scores.sub_(peak))
+    if split.num_full < items:
+        weights[split.num_full :].mul_(split.visible)
     total = weights.sum(-1, keepdim=True)
     out = torch.bmm(weights.view(-1, rows, SPLIT_SIZE), values)
     return peak, total, out.view(items, num_kv_heads, rows, head_dim)
+
+
+def _exp_(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp_(min=_MIN_EXPONENT).exp_()
 
 
 def _pad(rows: int) -> int:

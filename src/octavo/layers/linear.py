@@ -82,7 +82,8 @@ class TiledLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, in_features = weight.shape
-        hint, self.tiles = choose_tiles(self.out_features, in_features, weight.dtype)
+        threads = torch.get_num_threads()
+        hint, self.tiles = choose_tiles(self.out_features, in_features, weight.dtype, threads)
         self._product = packed_product(weight, bias, hint)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,12 +146,14 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def choose_tiles(
-    out_features: int, in_features: int, dtype: torch.dtype
+    out_features: int, in_features: int, dtype: torch.dtype, num_threads: int
 ) -> tuple[int, tuple[int, ...]]:
     """Layout hint and usable tile sizes for a weight shape on this machine, by trying on random data.
 
     The layout for 16 rows is the fastest at 16 rows; the one for 1 row lets more tiles agree in
-    bf16 with AMX. The layout whose largest usable tile is larger wins, the first on a tie.
+    bf16 with AMX. The layout with more usable tiles wins, the first on a tie. Which tiles agree can
+    depend on the number of threads (the bits of the canonical tile do not), so steps must run with
+    as many as the loader had: `num_threads`.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(out_features, in_features).uniform_(-1, 1, generator=generator).to(dtype)
@@ -160,7 +163,7 @@ def choose_tiles(
     best_hint, best = TILE, _NO_LARGER
     for hint in (TILE, 1):
         usable = _agreeing_tiles(packed_product(weight, None, hint), x, candidates)
-        if usable[-1] > best[-1]:
+        if len(usable) > len(best):
             best_hint, best = hint, usable
         if len(usable) == len(candidates) + 1:
             break

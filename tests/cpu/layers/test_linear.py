@@ -75,7 +75,7 @@ def test_tiles_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(linear, "packed_product", lambda *_: product)
     choose_tiles.cache_clear()
-    _, tiles = choose_tiles(32, 32, torch.float32)
+    _, tiles = choose_tiles(32, 32, torch.float32, 1)
     choose_tiles.cache_clear()
     assert 16 in tiles
     assert not {128, 256, 512} & set(tiles)
