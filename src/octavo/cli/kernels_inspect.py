@@ -46,7 +46,8 @@ def add_actions(actions: Any) -> None:
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
     page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
     page.add_argument("--out", type=Path, default=Path("ladder.html"))
-    page.add_argument("--asm", nargs="*", metavar="RUNG", help="also asm pages; no name: all rungs")
+    page.add_argument("--code", action="store_true", help="compile all rungs: registers, remarks")
+    page.add_argument("--asm", nargs="+", metavar="RUNG", help="and write asm pages of these")
     page.add_argument("--figures", type=Path, metavar="DIR", help="write the docs' SVG pictures")
     page.set_defaults(action_run=run_report)
 
@@ -168,26 +169,24 @@ def run_report(args: argparse.Namespace) -> int:
     run = report_data.load_run(args.json)
     assemblies: dict[str, tuple[Assembly, list[Note]]] = {}
     links = {}
-    for found in _asm_rungs(args.asm, run):
+    pages = {find_rung(name).name for name in args.asm or ()}
+    for found in _chosen_rungs(run, pages, args.code):
         assembly = assemble(found.source, found.path.name, found.entry)
         remarks = notes(assembly)
-        assemblies[found.name] = (assembly, remarks)
-        page = args.out.parent / "asm" / f"{found.name}.html"
-        title = f"{found.number:02d} {found.title}"
-        _write(page, render_html(assembly, remarks, title=title, intro=found.idea))
-        links[found.name] = f"asm/{found.name}.html"
+        if args.code:
+            assemblies[found.name] = (assembly, remarks)
+        if found.name in pages:
+            title = f"{found.number:02d} {found.title}"
+            html = render_html(assembly, remarks, title=title, intro=found.idea)
+            _write(args.out.parent / "asm" / f"{found.name}.html", html)
+            links[found.name] = f"asm/{found.name}.html"
     device = report_data.load_device(args.device) if args.device else None
     html = report.render_report(run, device=device, assemblies=assemblies, asm_links=links)
     _write(args.out, html)
     return 0
 
 
-def _asm_rungs(names: list[str] | None, run: report_data.LadderRun) -> Iterator[Rung]:
-    """None: no asm pages; an empty list: every rung of the run."""
-    if names is None:
-        return
-    if names:
-        yield from map(find_rung, names)
-        return
-    measured = {row.rung for group in run.groups for row in group.rungs}
-    yield from (one for one in RUNGS if one.name in measured)
+def _chosen_rungs(run: report_data.LadderRun, pages: set[str], code: bool) -> Iterator[Rung]:
+    """The rungs to compile: those with a page, and with `code` all that were measured."""
+    measured = {row.rung for group in run.groups for row in group.rungs} if code else set()
+    yield from (one for one in RUNGS if one.name in pages | measured)

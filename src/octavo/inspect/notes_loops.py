@@ -204,8 +204,8 @@ def _mix_notes(assembly: Assembly, machine: Loop) -> list[Note]:
     clocks = sum(map(tensor_clocks, body))
     if clocks:
         text += (
-            f" Its wgmma keep the SM's tensor cores busy for {clocks:.0f} clocks, in which each of"
-            f" the four sub-partitions can issue as many instructions: the others fit many times."
+            f" Its wgmma keep the SM's tensor cores busy for {clocks:.0f} clocks; meanwhile each"
+            f" sub-partition can issue one instruction a clock, so the rest need not cost time."
         )
     facts = {"instructions": len(body), "clocks": clocks, **{g: groups[g] for g in groups}}
     return [Note("Instruction mix", text, (), (), (start, end), facts)]

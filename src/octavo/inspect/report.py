@@ -138,14 +138,16 @@ def _chart(run: LadderRun, group: Group) -> str:
     marks = []
     if group.cublas:
         marks.append(("cuBLAS", group.cublas.tflops))
-    held = group.clocks.get("sm_mhz_median")
-    if held:
-        peak = peak_flops(run.device, group.dtype, float(held)) / 1e12
-        marks.append((f"all units busy at the {float(held):.0f} MHz held", peak))
+    steady = group.mode != "cool"  # bursts are too short for NVML's samples to tell their clock
+    clock = group.clocks.get("sm_mhz_median") if steady else run.device.max_clock
+    if clock:
+        peak = peak_flops(run.device, group.dtype, float(clock)) / 1e12
+        when = "held" if steady else "at most"
+        marks.append((f"all units busy, {float(clock):.0f} MHz {when}", peak))
     spec = peak_flops(run.device, group.dtype) / 1e12
     marks.append((f"data sheet, {run.device.spec_clock} MHz", spec))
     svg = bar_figure(bars, marks, "TFLOP/s", f"Speed of the rungs, {group.name}")
-    watts = group.clocks.get("watts_max")
+    watts = group.clocks.get("watts_max") if steady else None
     load = f" Highest board power {float(watts):.0f} W." if watts else ""
     caption = (
         f"{escape(group.name)}. Bars: median; the thin line spans the fastest and slowest sample."
@@ -214,7 +216,7 @@ def _roofline_section(run: LadderRun, measured: Mapping[str, Any] | None) -> str
     roofs = device_roofs(device)
     if measured:
         rate = float(measured["bandwidth_gbs"]["l2_read"]) * 1e9
-        slope = f"L2 as measured, {rate / 1e12:.1f} TB/s"
+        slope = f"L2 by ordinary loads, {rate / 1e12:.1f} TB/s"
         roofs.append(Roof("", slope, Roofline(peak_flops(device, "bf16"), rate), 3))
     points = []
     for dtype, series in (("fp32", 0), ("bf16", 2)):

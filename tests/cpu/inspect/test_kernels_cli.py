@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from octavo.cli import main
 from octavo.kernels.matmul.registry import RUNGS
+from tests.cpu.inspect.test_pages import document
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -94,6 +96,18 @@ def test_occupancy_of_numbers_and_of_a_rung(capsys: pytest.CaptureFixture[str]) 
     assert (status, "--threads" in err) == (2, True)
     status, _, err = call(capsys, "occupancy", "--threads", "1024", "--registers", "128")
     assert (status, "do not fit" in err) == (2, True)
+
+
+def test_report_links_the_asm_pages_that_it_wrote(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(document()))
+    out = tmp_path / "site" / "index.html"
+    status, _, _ = call(capsys, "report", str(run), "--out", str(out), "--asm", "02")
+    assert status == 0
+    assert 'href="asm/02_naive.html"' in out.read_text()
+    assert "FFMA" in (tmp_path / "site" / "asm" / "02_naive.html").read_text()
 
 
 def test_report_needs_something_to_report(

@@ -149,7 +149,7 @@ def test_a_device_measurement_is_shown_as_text_and_in_the_report() -> None:
     html = render_report(parse_run(document()), device=made)
     words = "".join(checked(html).words)
     assert "distributed shared memory" in words
-    assert "L2 as measured, 7.2 TB/s" in words
+    assert "L2 by ordinary loads, 7.2 TB/s" in words
 
 
 def test_a_ladder_file_is_no_device_file(tmp_path: Path) -> None:
