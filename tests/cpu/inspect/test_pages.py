@@ -308,3 +308,17 @@ def test_what_a_rung_asks_of_memory_grows_with_its_tile_and_cluster() -> None:
     plain, shared = rung("14_minimal_arrivals"), rung("15_cluster_multicast")
     assert requested_intensity(plain) == pytest.approx(128 * 256 / (128 + 256))
     assert requested_intensity(shared) == pytest.approx(256 * 256 / (256 + 256))
+
+
+def test_the_committed_report_shows_the_committed_results() -> None:
+    """docs/report is made of benchmarks/results/ladder-h200.json; its docs name the command."""
+    root = Path(__file__).resolve().parents[3]
+    run = load_run(root / "benchmarks" / "results" / "ladder-h200.json")
+    page = (root / "docs" / "report" / "ladder-h200.html").read_text()
+    found = checked(page)
+    words = "".join(found.words)
+    for group in run.groups:
+        for row in group.rungs:
+            assert f"{row.tflops:.1f} · {row.vs_cublas:.2f}x" in words, (group.name, row.rung)
+    for link in found.links:
+        assert link.startswith("#") or (root / "docs" / "report" / link).is_file()
