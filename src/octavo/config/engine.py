@@ -39,8 +39,8 @@ class EngineArgs:
     """Plan and launch step N+1 before the result of N is applied."""
     block_size: int = 16
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.92
-    """Share of the device's memory for weights, activations and KV cache (GPU only)."""
+    gpu_memory_utilization: float | None = None
+    """Share of the memory left beside the weights and a full step that the KV cache may take."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache; overrides gpu_memory_utilization."""
     num_gpu_blocks_override: int | None = None
@@ -59,7 +59,7 @@ class CacheConfig:
 
     block_size: int
     enable_prefix_caching: bool
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
     num_blocks_override: int | None
 

@@ -43,6 +43,12 @@ class _Log:
         self.decisions.append(Decision(name, str(value), reason if given is None else "as given"))
         return value
 
+    def keep(self, args: EngineArgs, name: str) -> None:
+        """Note a setting that has a fixed default."""
+        value, default = getattr(args, name), EngineArgs.__dataclass_fields__[name].default
+        reason = "the default" if value == default else "as given"
+        self.decisions.append(Decision(name, str(value), reason))
+
 
 def make_args(settings: dict[str, Any]) -> EngineArgs:
     """EngineArgs from keyword arguments; unknown names and wrong kinds raise ConfigError."""
@@ -54,9 +60,14 @@ def make_args(settings: dict[str, Any]) -> EngineArgs:
     args = EngineArgs(**settings)
     for name, hint in get_type_hints(EngineArgs).items():
         value = getattr(args, name)
-        choices = get_args(hint)
-        if choices and all(isinstance(choice, str) for choice in choices) and value not in choices:
-            raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        kinds = get_args(hint) or (hint,)
+        if all(isinstance(kind, str) for kind in kinds):
+            if value not in kinds:
+                raise ConfigError(f"{name}={value!r} is not one of {', '.join(kinds)}")
+        elif bool in kinds and not isinstance(value, kinds):
+            raise ConfigError(f"{name}={value!r} must be true or false")
+        elif str in kinds and not isinstance(value, kinds):
+            raise ConfigError(f"{name}={value!r} must be text")
     return args
 
 
@@ -69,9 +80,10 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, "the checkpoint's")
     scheduler = _resolve_scheduler(args, model, log)
     cache = _resolve_cache(args, log)
-    log.pick("seed", args.seed, 0, "")
+    _integer("seed", args.seed, -(2**63))
+    log.keep(args, "seed")
     _integer("max_logprobs", args.max_logprobs, -1)
-    log.pick("max_logprobs", args.max_logprobs, 20, "")
+    log.keep(args, "max_logprobs")
     return EngineConfig(
         model=model,
         cache=cache,
@@ -106,8 +118,8 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> Sched
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
             "a step must be able to run one token of every request"
         )
-    log.pick("long_prefill_token_threshold", args.long_prefill_token_threshold, 0, "")
-    log.pick("scheduling_policy", args.scheduling_policy, "fcfs", "")
+    log.keep(args, "long_prefill_token_threshold")
+    log.keep(args, "scheduling_policy")
     overlap = log.pick(
         "async_scheduling", args.async_scheduling, True, "planning hides behind the running step"
     )
@@ -123,14 +135,15 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> Sched
 
 def _resolve_cache(args: EngineArgs, log: _Log) -> CacheConfig:
     _integer("block_size", args.block_size, 1)
-    if not 0.0 < args.gpu_memory_utilization <= 1.0:
-        raise ConfigError(f"gpu_memory_utilization={args.gpu_memory_utilization} is not in (0, 1]")
+    share = args.gpu_memory_utilization
+    if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
+        raise ConfigError(f"gpu_memory_utilization={share!r} is not in (0, 1]")
     if args.kv_cache_memory_bytes is not None:
         _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1)
     if args.num_gpu_blocks_override is not None:
         _integer("num_gpu_blocks_override", args.num_gpu_blocks_override, 2)
-    log.pick("block_size", args.block_size, 16, "")
-    log.pick("enable_prefix_caching", args.enable_prefix_caching, True, "")
+    log.keep(args, "block_size")
+    log.keep(args, "enable_prefix_caching")
     return CacheConfig(
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
@@ -156,6 +169,9 @@ def size_kv_pool(
     useful = scheduler.max_num_seqs * blocks_per_request + 1
     if cache.kv_cache_memory_bytes is not None:
         size, reason = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif cache.gpu_memory_utilization is not None:
+        size = int(cache.gpu_memory_utilization * available_bytes)
+        reason = f"gpu_memory_utilization of {available_bytes / 2**30:.1f} GiB free"
     else:
         size = int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * available_bytes))
         reason = f"half of {available_bytes / 2**30:.1f} GiB free, at most 4 GiB"

@@ -1,0 +1,139 @@
+"""From settings and machine facts to a concrete config: every value has a reason, bad ones a name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config.engine import EngineArgs, EngineConfig
+from octavo.config.model import ModelConfig
+from octavo.config.resolve import (
+    DeviceFacts,
+    estimate_pool,
+    finalise,
+    make_args,
+    resolve,
+    size_kv_pool,
+)
+from octavo.errors import ConfigError
+
+FACTS = DeviceFacts("cpu", "test", num_threads=2, available_bytes=8 << 30, has_bf16=True)
+MODEL = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": True,
+    },
+    Path("model"),
+    "dummy",
+)
+BLOCK_BYTES = MODEL.num_layers * MODEL.kv_cache_spec(16).block_bytes
+
+
+def resolved(**settings: Any) -> EngineConfig:
+    return resolve(make_args({"model": "model", **settings}), MODEL, FACTS)
+
+
+def test_every_decision_has_a_value_and_a_reason() -> None:
+    config = resolved(max_num_seqs=4, block_size=32)
+    reasons = {decision.name: decision.reason for decision in config.decisions}
+    assert all(reasons.values())
+    assert reasons["max_num_seqs"] == reasons["block_size"] == "as given"
+    assert reasons["max_model_len"] == "the model's context"
+    assert reasons["enable_prefix_caching"] == "the default"
+    assert len(reasons) == len(config.decisions)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_model_len", 0),
+        ("max_model_len", 4097),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", 1.5),
+        ("max_num_seqs", True),
+        ("max_num_batched_tokens", 3),
+        ("long_prefill_token_threshold", -1),
+        ("block_size", 0),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", float("nan")),
+        ("kv_cache_memory_bytes", 0),
+        ("num_gpu_blocks_override", 1),
+        ("max_logprobs", -2),
+        ("seed", "zero"),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("device", "cuda"),
+        ("scheduling_policy", "lifo"),
+        ("load_format", "pickle"),
+        ("enable_prefix_caching", 1),
+        ("async_scheduling", "yes"),
+        ("tokenizer", 3),
+        ("model", None),
+    ],
+)
+def test_bad_value_names_its_setting(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        resolved(**{name: value})
+
+
+def test_unknown_setting_is_refused_and_the_known_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"enable_prefix_cachin;.*enable_prefix_caching"):
+        resolved(enable_prefix_cachin=True)
+
+
+def test_every_setting_is_read_by_something() -> None:
+    """An option that nothing reads would be accepted and ignored."""
+    package = Path(__file__).resolve().parents[3] / "src" / "octavo"
+    text = "".join(path.read_text() for path in package.rglob("*.py") if path.name != "engine.py")
+    for field in dataclasses.fields(EngineArgs):
+        assert f"args.{field.name}" in text or f'"{field.name}"' in text, field.name
+
+
+def test_pool_is_half_of_free_memory_up_to_4_gib_and_what_is_useful() -> None:
+    config = resolved(max_num_seqs=256)
+    assert size_kv_pool(config, BLOCK_BYTES, 1 << 30)[0] == (1 << 29) // BLOCK_BYTES
+    blocks, decision = size_kv_pool(resolved(max_num_seqs=2), BLOCK_BYTES, 64 << 30)
+    assert blocks == 2 * 256 + 1
+    assert "all that" in decision.reason
+
+
+def test_pool_by_share_bytes_or_number_of_blocks() -> None:
+    many = {"max_num_seqs": 256}
+    share = resolved(gpu_memory_utilization=0.25, **many)
+    assert size_kv_pool(share, BLOCK_BYTES, 1 << 30)[0] == (1 << 28) // BLOCK_BYTES
+    fixed = resolved(kv_cache_memory_bytes=100 * BLOCK_BYTES + 1, **many)
+    assert size_kv_pool(fixed, BLOCK_BYTES, 1 << 30)[0] == 100
+    assert size_kv_pool(resolved(num_gpu_blocks_override=7), BLOCK_BYTES, 1)[0] == 7
+
+
+def test_no_room_says_what_would_be_needed() -> None:
+    with pytest.raises(ConfigError, match=f"{BLOCK_BYTES} bytes"):
+        size_kv_pool(resolved(), BLOCK_BYTES, BLOCK_BYTES)
+
+
+def test_context_limit_follows_the_pool() -> None:
+    """One source of truth (case P03)."""
+    config = resolved(num_gpu_blocks_override=9)
+    final = finalise(config, *size_kv_pool(config, BLOCK_BYTES, 1 << 30))
+    assert final.scheduler.max_model_len == 128
+    assert config.scheduler.max_model_len == 4096
+    assert [d.value for d in final.decisions if d.name == "max_model_len"] == ["4096", "128"]
+
+
+def test_estimate_leaves_room_for_the_weights() -> None:
+    config = resolved(max_num_seqs=256)
+    least = MODEL.weight_bytes() + 8 * BLOCK_BYTES
+    assert estimate_pool(config, least)[0] == 4
