@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -49,20 +50,38 @@ def _named(path: Path, digest: bytes) -> bytes:
 
 
 def describe() -> dict[str, object]:
-    """The environment block of a results file. Needs a CUDA device."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "sms": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "driver": _driver_version(),
+    """The environment block of a results file; the GPU's part only where there is one.
+
+    Tree hashes are None where the package does not lie in a checkout.
+    """
+    in_checkout = (ROOT / "src" / "octavo").is_dir() and (ROOT / "tests").is_dir()
+    facts: dict[str, object] = {
+        "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nvrtc": jit.nvrtc_version(),
-        "src_tree": git_tree_hash(ROOT / "src"),
-        "tests_tree": git_tree_hash(ROOT / "tests"),
+        "src_tree": git_tree_hash(ROOT / "src") if in_checkout else None,
+        "tests_tree": git_tree_hash(ROOT / "tests") if in_checkout else None,
     }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "sms": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "driver": _driver_version(),
+            "cuda": torch.version.cuda,
+            "nvrtc": jit.nvrtc_version(),
+        }
+    return facts
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _driver_version() -> str:

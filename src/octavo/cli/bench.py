@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.environment import describe_environment
+from octavo.bench import provenance
 from octavo.bench.latency import run_latency
 from octavo.bench.prefix import run_prefix
 from octavo.bench.throughput import run_throughput
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             "output_len": args.output_len,
             "start_s": time.perf_counter() - start,
             **MEASURES[args.kind](llm, args),
-            "environment": describe_environment(),
+            "environment": provenance.describe(),
         }
     line = json.dumps(result)
     if args.output_json is not None:
