@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.config.machine import cpu_name
 from octavo.kernels import jit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,7 +58,7 @@ def describe() -> dict[str, object]:
     in_checkout = (ROOT / "src" / "octavo").is_dir() and (ROOT / "tests").is_dir()
     facts: dict[str, object] = {
         "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -75,13 +76,6 @@ def describe() -> dict[str, object]:
             "nvrtc": jit.nvrtc_version(),
         }
     return facts
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _driver_version() -> str:

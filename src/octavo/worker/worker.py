@@ -6,10 +6,10 @@ import torch
 
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.engine import Decision, EngineConfig
+from octavo.config.machine import available_memory
 from octavo.config.resolve import size_kv_pool
 from octavo.core.scheduler_output import SchedulerOutput
 from octavo.weights.loader import load_model
-from octavo.worker.device import available_memory
 from octavo.worker.forward_batch import build_common_metadata
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.request_slots import RequestSlots
