@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_void_p
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Kernel:
 
     def launch(self, device: int, shape: LaunchShape, parameters: Any) -> None:
         """`parameters`: ctypes array of pointers to the arguments (see `pack`)."""
-        driver.launch(_config(device, shape), self.load(device), parameters)
+        driver.launch(_config(shape, _stream(device)), self.load(device), parameters)
 
     def resident_ctas(self, device: int, shape: LaunchShape) -> int:
         """CTAs that a persistent launch may use: one an SM, in clusters that all run at once.
@@ -78,12 +79,18 @@ class Kernel:
         if shape.cluster == 1:
             return sm_count(device)
         function = self.load(device)
-        return driver.max_active_clusters(_config(device, shape), function) * shape.cluster
+        return driver.max_active_clusters(_config(shape, _stream(device)), function) * shape.cluster
 
 
-def _config(device: int, shape: LaunchShape) -> driver.LaunchConfig:
+def _stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _config(shape: LaunchShape, stream: int) -> driver.LaunchConfig:
+    """The driver's form of a launch. Kept, since building it takes longer than the launch; never
+    changed, since another thread may be launching with it."""
     attributes, count = driver.launch_attributes(shape.cluster, shape.programmatic)
-    stream = torch.cuda.current_stream(device).cuda_stream
     return driver.LaunchConfig(
         *shape.grid, shape.threads, 1, 1, shape.dynamic_smem, stream, attributes, count
     )

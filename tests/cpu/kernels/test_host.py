@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from octavo.bench import device, ladder
 from octavo.errors import KernelError
 from octavo.kernels import driver, jit, ops
+from octavo.kernels.launch import Kernel, LaunchShape, pack
 from octavo.kernels.matmul import host
 from octavo.kernels.matmul.host import GemmArgs
 from octavo.kernels.matmul.registry import RUNGS, parse_constants, rung
@@ -181,3 +184,67 @@ def test_constants_are_read_as_the_compiler_reads_them() -> None:
         lines = [x for x in each.source.splitlines() if x.startswith("constexpr int")]
         lines += [f'static_assert({k} == {v}, "{k}");' for k, v in each.constants.items()]
         jit.compile_source("\n".join(lines) + "\n", name=each.path.name)
+
+
+class RecordingDriver:
+    """Stands in for libcuda: remembers what a launch asked for."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], int, list[tuple[int, int, int]]]] = []
+
+    def cuLaunchKernelEx(
+        self, config: object, function: object, parameters: object, extra: None
+    ) -> int:
+        c = ctypes.cast(config, ctypes.POINTER(driver.LaunchConfig)).contents
+        attributes = [
+            (a.id, a.value.cluster.x, a.value.flag) for a in c.attributes[: c.attribute_count]
+        ]
+        shape = (c.grid_x, c.grid_y, c.grid_z, c.block_x, c.shared_bytes)
+        self.launches.append((shape, c.stream, attributes))
+        return 0
+
+
+def test_a_launch_carries_shape_cluster_and_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = RecordingDriver()
+    monkeypatch.setattr(driver, "_libcuda", lambda: recorder)
+    kernel = Kernel("", "entry", _functions={0: ctypes.c_void_p(1)})
+    shape = LaunchShape((128, 1, 1), 384, dynamic_smem=230_400, cluster=2, programmatic=True)
+    for stream in (0xABC0, 0xDEF0, 0xABC0):
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device, s=stream: SimpleNamespace(cuda_stream=s)
+        )
+        kernel.launch(0, shape, pack(ctypes.c_int(1)))
+    assert [stream for _, stream, _ in recorder.launches] == [0xABC0, 0xDEF0, 0xABC0]
+    for what, _, attributes in recorder.launches:
+        assert what == (128, 1, 1, 384, 230_400)
+        assert [a[0] for a in attributes] == [4, 6]
+        assert attributes[0][1] == 2
+        assert attributes[1][2] == 1
+
+
+def test_packed_parameters_point_at_their_values() -> None:
+    packed = pack(ctypes.c_int(7), ctypes.c_float(0.5))
+    assert ctypes.cast(packed[0], ctypes.POINTER(ctypes.c_int)).contents.value == 7
+    assert ctypes.cast(packed[1], ctypes.POINTER(ctypes.c_float)).contents.value == 0.5
+
+
+def test_driver_failures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def cuLaunchKernelEx(self, *arguments: object) -> int:
+            return 1
+
+        def cuGetErrorName(self, status: int, name: object) -> int:
+            ctypes.cast(name, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE"
+            return 0
+
+    monkeypatch.setattr(driver, "_libcuda", lambda: Failing())
+    with pytest.raises(KernelError, match=r"cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE \(1\)"):
+        driver.call("cuLaunchKernelEx", None, None, None, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_benchmarks_without_a_gpu_say_so() -> None:
+    with pytest.raises(KernelError, match="CUDA GPU"):
+        ladder.run_ladder((4096,))
+    with pytest.raises(KernelError, match="CUDA GPU"):
+        device.measure_device()
