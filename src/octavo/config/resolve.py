@@ -28,7 +28,6 @@ class DeviceFacts:
     name: str
     num_threads: int
     available_bytes: int
-    has_bf16: bool
 
 
 class _Log:

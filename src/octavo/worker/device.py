@@ -15,5 +15,4 @@ def probe_device() -> DeviceFacts:
         name=cpu_name(),
         num_threads=torch.get_num_threads(),
         available_bytes=available_memory(),
-        has_bf16=torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     )

@@ -20,7 +20,7 @@ from octavo.config.resolve import (
 )
 from octavo.errors import ConfigError
 
-FACTS = DeviceFacts("cpu", "test", num_threads=2, available_bytes=8 << 30, has_bf16=True)
+FACTS = DeviceFacts("cpu", "test", num_threads=2, available_bytes=8 << 30)
 MODEL = ModelConfig.from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
