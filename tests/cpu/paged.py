@@ -10,7 +10,7 @@ import torch
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.model import ModelConfig
-from octavo.models.decoder import DecoderModel
+from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.weights.loader import load_model
 
 
@@ -37,10 +37,6 @@ def common_metadata(
         block_tables=torch.tensor(padded, dtype=torch.int32),
         slot_mapping=torch.cat(slots),
         positions=torch.cat(positions),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        query_lens_cpu=list(query_lens),
-        seq_lens_cpu=list(seq_lens),
     )
 
 
@@ -74,7 +70,7 @@ class PagedModel:
         shape = self.backend.kv_cache_shape(
             self.num_blocks, self.config.kv_cache_spec(self.block_size)
         )
-        dtype = getattr(torch, self.config.dtype)
+        dtype = TORCH_DTYPES[self.config.dtype]
         self.caches = [torch.zeros(shape, dtype=dtype) for _ in range(self.config.num_layers)]
         self.blocks = BlockTables(self.num_blocks, self.block_size, seed)
         self.computed: list[int] = []

@@ -31,12 +31,6 @@ class CommonAttentionMetadata:
     """(T,) int64: slot (block_id * block_size + offset) for each token's K/V; -1 = padding."""
     positions: torch.Tensor
     """(T,) int64: absolute position of each token."""
-    max_query_len: int
-    max_seq_len: int
-    query_lens_cpu: list[int]
-    """Tokens per request, known without asking the device; may be upper bounds."""
-    seq_lens_cpu: list[int]
-    """seq_lens, known without asking the device; may be upper bounds."""
 
 
 class AttentionBackend(Protocol):

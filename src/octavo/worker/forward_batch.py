@@ -62,17 +62,12 @@ def build_common_metadata(
     row_of_token = rows[request_of_token]
     input_ids = slots.token_ids[row_of_token, positions].to(torch.int64)
     block_ids = slots.block_table[row_of_token, positions // block_size].to(torch.int64)
-    max_seq_len = max(seq_lens)
-    num_blocks = -(-max_seq_len // block_size)
+    num_blocks = -(-max(seq_lens) // block_size)
     common = CommonAttentionMetadata(
         query_start_loc=query_start_loc.to(torch.int32),
         seq_lens=(computed + lens).to(torch.int32),
         block_tables=slots.block_table[rows, :num_blocks],
         slot_mapping=block_ids * block_size + positions % block_size,
         positions=positions,
-        max_query_len=max(query_lens),
-        max_seq_len=max_seq_len,
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=seq_lens,
     )
     return common, input_ids

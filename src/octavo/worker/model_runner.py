@@ -15,7 +15,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from octavo.models.decoder import DecoderModel
+from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
 from octavo.sample.sampler import Sampler, SamplerOutput
 from octavo.sample.state import SamplingState
@@ -93,7 +93,7 @@ class ModelRunner:
         self._sampler = Sampler()
         num_slots = kv_caches[0].shape[0] * self._block_size
         self._scorer = PromptScorer(
-            model, num_slots, config.model.hidden_size, getattr(torch, config.model.dtype)
+            model, num_slots, config.model.hidden_size, TORCH_DTYPES[config.model.dtype]
         )
         self._residents: dict[str, _Resident] = {}
 

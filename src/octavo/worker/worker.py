@@ -9,6 +9,7 @@ from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
 from octavo.config.resolve import size_kv_pool
 from octavo.core.scheduler_output import SchedulerOutput
+from octavo.models.decoder import TORCH_DTYPES
 from octavo.weights.loader import load_model
 from octavo.worker.forward_batch import build_common_metadata
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
@@ -54,7 +55,7 @@ class Worker:
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """One tensor a layer. Only the null block is zeroed (it is read for keys that are not
         there); the rest is written before it is read, and takes no memory until then on a CPU."""
-        dtype = getattr(torch, self._config.model.dtype)
+        dtype = TORCH_DTYPES[self._config.model.dtype]
         caches = []
         for spec in self._specs:
             shape = self._backend.kv_cache_shape(num_blocks, spec)
