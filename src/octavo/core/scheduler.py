@@ -64,14 +64,9 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests in any state; unknown, ended and repeated ids are no-ops."""
-        return self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-
-    def finish_requests(
-        self, request_ids: Iterable[str], status: RequestStatus
-    ) -> list[EngineCoreOutput]:
-        """End requests from outside, for example at a stop string; returns their last news."""
         live = (self.state.requests.get(request_id) for request_id in request_ids)
-        return [self._finish(request, status) for request in live if request is not None]
+        aborted = RequestStatus.FINISHED_ABORTED
+        return [self._finish(request, aborted) for request in live if request is not None]
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Unless the plan is empty it counts as launched from now on."""
