@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from octavo.env import shorten_openmp_spins
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
+
+shorten_openmp_spins()
 
 
 def __getattr__(name: str) -> Any:

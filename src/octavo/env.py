@@ -28,3 +28,13 @@ def check_integrity() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"OCTAVO_CHECK_INTEGRITY={value!r} is not 0 or 1")
     return value == "1"
+
+
+def shorten_openmp_spins() -> None:
+    """Let OpenMP threads sleep soon at a barrier, unless the user set their waiting policy.
+
+    libgomp reads this once, when torch loads it. By default a thread spins for milliseconds; on a
+    machine shared with other work that made a step ten times slower (docs/log.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -12,14 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from octavo.config.resolve import make_args
+from octavo.engine.input_processor import Prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
 from octavo.outputs import RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, token ids, or a dict with `prompt` or `prompt_token_ids` and, optionally, `cache_salt`."""
 
 
 class LLM:
@@ -32,7 +30,6 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self._engine: LLMEngine | None = None
         self._ids = count()
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._engine = LLMEngine(make_args({"model": str(model), **settings}))
 
     @property
@@ -72,17 +69,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields news as they come, from all prompts interleaved.
 
-        request_id of an output is the index of its prompt, as a string. With DELTA each output
-        holds only what is new. Closing the iterator aborts what still runs.
+        request_id of an output is the index of its prompt, as a string. Each output holds only what
+        is new, unless SamplingParams.output_kind says otherwise. Closing the iterator aborts what
+        still runs.
         """
         ids: list[str] = []
-        for output in self._run(prompts, sampling_params, priority, output_kind, ids):
-            output.request_id = str(ids.index(output.request_id))
+        index_of: dict[str, str] = {}
+        for output in self._run(prompts, sampling_params, priority, None, ids):
+            if not index_of:
+                index_of = {request_id: str(index) for index, request_id in enumerate(ids)}
+            output.request_id = index_of[output.request_id]
             yield output
 
     def chat(
@@ -115,16 +115,16 @@ class LLM:
         self, messages: Sequence[Any], *, chat_template: str | None = None, **options: Any
     ) -> list[Prompt]:
         """Prompts (token ids) of one or several conversations, ready for `generate`/`stream`."""
-        conversations = (
-            messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        )
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequestError("messages", f"must be a list, not {type(messages).__name__}")
+        one = all(isinstance(message, Mapping) for message in messages)
         template = self.engine.chat_template
         if chat_template is not None:
             template = template.with_source(chat_template)
         tokenizer = self.get_tokenizer()
         return [
             tokenizer.encode(template.render(conversation, **options), add_special_tokens=False)
-            for conversation in conversations
+            for conversation in ([messages] if one else messages)
         ]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -159,46 +159,48 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        output_kind: RequestOutputKind,
+        kind: RequestOutputKind | None,
         ids: list[str],
     ) -> Iterator[RequestOutput]:
         engine = self.engine
         batch = _as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
         now = time.monotonic()
         requests = [
             (name := f"req-{next(self._ids)}", engine.process(name, prompt, param, rank, now))
             for prompt, param, rank in zip(batch, params, priorities, strict=True)
         ]
-        mailbox: deque[RequestOutput] = deque()
+        sink: deque[RequestOutput] = deque()
         try:
-            for request_id, processed in requests:
-                engine.queue(request_id, processed, output_kind)
+            for param, (request_id, processed) in zip(params, requests, strict=True):
                 ids.append(request_id)
-                self._mailboxes[request_id] = mailbox
+                engine.queue(
+                    request_id,
+                    processed,
+                    kind or param.output_kind or RequestOutputKind.DELTA,
+                    sink,
+                )
             num_unfinished = len(ids)
             while num_unfinished:
-                while not mailbox:
-                    self._deliver(engine.step())
-                output = mailbox.popleft()
+                engine.wait_for(sink, ids)
+                output = sink.popleft()
                 num_unfinished -= output.finished
                 yield output
         finally:
             engine.abort(ids)
-            for request_id in ids:
-                del self._mailboxes[request_id]
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """To whoever asked: a stream that is being read may be left alone while another call runs."""
-        for output in outputs:
-            if (mailbox := self._mailboxes.get(output.request_id)) is not None:
-                mailbox.append(output)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise InvalidRequestError(
+            "prompts", f"must be text, token ids or a list of these, not {kind}"
+        )
     batch: list[Any] = list(prompts)
     if batch and all(isinstance(item, int) for item in batch):
         return [batch]  # one prompt of token ids

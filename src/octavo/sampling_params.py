@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -76,8 +76,8 @@ class SamplingParams:
     """Strings whose token sequences may not be completed."""
     skip_special_tokens: bool = True
     detokenize: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """For streaming engines; LLM.generate always returns final outputs."""
+    output_kind: RequestOutputKind | None = None
+    """What a streamed output carries. None: LLM.stream gives deltas, LLMEngine.step everything."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -98,16 +98,13 @@ class SamplingParams:
             self._set("seed", None)
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
-        if isinstance(self.bad_words, str):
-            raise InvalidRequestError("bad_words", "must be a list of strings")
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is None:
                 continue
-            try:
-                self._set(name, tuple(value))
-            except TypeError:
-                raise InvalidRequestError(name, f"must be a list, not {_show(value)}") from None
+            if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+                raise InvalidRequestError(name, f"must be a list, not {show(value)}")
+            self._set(name, tuple(value))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidRequestError("logit_bias", "must map token ids to values")
@@ -121,7 +118,8 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 0, None)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
-                    "min_tokens", f"{self.min_tokens} is more than max_tokens={self.max_tokens}"
+                    "min_tokens",
+                    f"{show(self.min_tokens)} is more than max_tokens={self.max_tokens}",
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
@@ -130,9 +128,11 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequestError(name, f"must be true or false, not {_show(value)}")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequestError("output_kind", f"{self.output_kind!r} is not a kind")
+                raise InvalidRequestError(name, f"must be true or false, not {show(value)}")
+        if self.output_kind is not None:
+            if self.output_kind not in tuple(RequestOutputKind):
+                raise InvalidRequestError("output_kind", f"{show(self.output_kind)} is not a kind")
+            self._set("output_kind", RequestOutputKind(self.output_kind))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")
 
@@ -150,7 +150,7 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             for value in getattr(self, name) or ():
                 if not isinstance(value, str) or not value:
-                    raise InvalidRequestError(name, f"{_show(value)} is not a non-empty string")
+                    raise InvalidRequestError(name, f"{show(value)} is not a non-empty string")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for value in getattr(self, name) or ():
                 _integer(name, value, 0, None)
@@ -163,23 +163,23 @@ class SamplingParams:
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(field, f"must be an integer, not {_show(value)}")
+        raise InvalidRequestError(field, f"must be an integer, not {show(value)}")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequestError(field, f"must be {limit}, not {_show(value)}")
+        raise InvalidRequestError(field, f"must be {limit}, not {show(value)}")
 
 
 def _real(field: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(field, f"must be a number, not {_show(value)}")
+        raise InvalidRequestError(field, f"must be a number, not {show(value)}")
     # Compared, not converted: an int may be too large for a float. NaN fails every comparison.
     if not low <= value <= min(high, sys.float_info.max):
         raise InvalidRequestError(
-            field, f"must be finite and in [{low}, {high}], not {_show(value)}"
+            field, f"must be finite and in [{low}, {high}], not {show(value)}"
         )
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """The value as an error text may carry it: short, and never itself an error."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # str() refuses more than 4,300 digits

@@ -15,7 +15,13 @@ from octavo.config.engine import (
 )
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError
+from octavo.logging import get_logger
+from octavo.sampling_params import show
 
+logger = get_logger(__name__)
+
+MAX_COUNT = 2**31 - 1
+AS_GIVEN = "as given"
 CPU_POOL_BYTES = 4 << 30
 CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
 
@@ -39,13 +45,13 @@ class _Log:
     def pick(self, name: str, given: Any, default: Any, reason: str) -> Any:
         """The given value, or the default with its reason; noted either way."""
         value = default if given is None else given
-        self.decisions.append(Decision(name, str(value), reason if given is None else "as given"))
+        self.decisions.append(Decision(name, str(value), reason if given is None else AS_GIVEN))
         return value
 
     def keep(self, args: EngineArgs, name: str) -> None:
         """Note a setting that has a fixed default."""
         value, default = getattr(args, name), EngineArgs.__dataclass_fields__[name].default
-        reason = "the default" if value == default else "as given"
+        reason = "the default" if value == default else AS_GIVEN
         self.decisions.append(Decision(name, str(value), reason))
 
 
@@ -76,10 +82,15 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
         raise ConfigError("device='cuda': this version runs on the CPU only; use 'auto' or 'cpu'")
     log = _Log()
     log.pick("device", None if args.device == "auto" else args.device, facts.kind, facts.name)
-    log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, "the checkpoint's")
-    scheduler = _resolve_scheduler(args, model, log)
+    log.pick(
+        "dtype",
+        None if args.dtype == "auto" else args.dtype,
+        model.dtype,
+        "as stored; bfloat16 if quantised",
+    )
+    scheduler = _resolve_scheduler(args, model, facts, log)
     cache = _resolve_cache(args, log)
-    _integer("seed", args.seed, -(2**63))
+    _integer("seed", args.seed, -(2**63), 2**64 - 1)
     log.keep(args, "seed")
     _integer("max_logprobs", args.max_logprobs, -1)
     log.keep(args, "max_logprobs")
@@ -94,7 +105,9 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     )
 
 
-def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> SchedulerConfig:
+def _resolve_scheduler(
+    args: EngineArgs, model: ModelConfig, facts: DeviceFacts, log: _Log
+) -> SchedulerConfig:
     limit = model.max_position_embeddings
     for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if (value := getattr(args, name)) is not None:
@@ -117,6 +130,13 @@ def _resolve_scheduler(args: EngineArgs, model: ModelConfig, log: _Log) -> Sched
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
             "a step must be able to run one token of every request"
         )
+    slot_bytes = 4 * max_num_seqs * max_model_len  # the runner's token history
+    if slot_bytes > facts.available_bytes // 2:
+        raise ConfigError(
+            f"max_num_seqs={max_num_seqs} requests of max_model_len={max_model_len} tokens need "
+            f"{slot_bytes / 2**30:.1f} GiB for their tokens alone; "
+            f"{facts.available_bytes / 2**30:.1f} GiB are free"
+        )
     log.keep(args, "long_prefill_token_threshold")
     log.keep(args, "scheduling_policy")
     overlap = log.pick(
@@ -138,7 +158,7 @@ def _resolve_cache(args: EngineArgs, log: _Log) -> CacheConfig:
     if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
         raise ConfigError(f"gpu_memory_utilization={share!r} is not in (0, 1]")
     if args.kv_cache_memory_bytes is not None:
-        _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1)
+        _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1, 2**63 - 1)
     if args.num_gpu_blocks_override is not None:
         _integer("num_gpu_blocks_override", args.num_gpu_blocks_override, 2)
     log.keep(args, "block_size")
@@ -161,6 +181,11 @@ def size_kv_pool(
     """
     cache, scheduler = config.cache, config.scheduler
     if cache.num_blocks_override is not None:
+        if cache.num_blocks_override * block_bytes > available_bytes:
+            raise ConfigError(
+                f"num_gpu_blocks_override={cache.num_blocks_override} blocks of {block_bytes} bytes "
+                f"are more than the {available_bytes} bytes that are free"
+            )
         return cache.num_blocks_override, Decision(
             "kv_pool", f"{cache.num_blocks_override} blocks", "num_gpu_blocks_override"
         )
@@ -195,18 +220,26 @@ def estimate_pool(config: EngineConfig, available_bytes: int) -> tuple[int, Deci
 
 
 def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineConfig:
-    """The config once the pool is known: one context limit for admission and for everything else."""
+    """The config once the pool is known: one context limit for admission and for everything else.
+
+    A context that was asked for and does not fit raises ConfigError; the model's own is lowered.
+    """
     capacity = (num_blocks - 1) * config.cache.block_size
-    decisions = [*config.decisions, pool]
-    scheduler = config.scheduler
+    scheduler, decisions = config.scheduler, [*config.decisions, pool]
     if capacity < scheduler.max_model_len:
-        decisions.append(
-            Decision("max_model_len", str(capacity), "lowered to what the KV pool can hold")
-        )
+        [asked] = [decision for decision in decisions if decision.name == "max_model_len"]
+        if asked.reason == AS_GIVEN:
+            raise ConfigError(
+                f"max_model_len={asked.value}: the KV pool holds {capacity} tokens ({pool.reason})"
+            )
+        lowered = Decision(asked.name, str(capacity), "lowered to what the KV pool can hold")
+        decisions[decisions.index(asked)] = lowered
         scheduler = dataclasses.replace(scheduler, max_model_len=capacity)
+    for decision in decisions:
+        logger.info("%s = %s (%s)", decision.name, decision.value, decision.reason)
     return dataclasses.replace(config, scheduler=scheduler, decisions=tuple(decisions))
 
 
-def _integer(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={show(value)} must be an integer from {low} to {high}")

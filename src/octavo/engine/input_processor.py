@@ -17,7 +17,7 @@ from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequestError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, show
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
@@ -56,20 +56,18 @@ class InputProcessor:
     (all of it for None); min_tokens does not extend it.
     """
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int | None = None
-    ) -> None:
-        """max_model_len: the effective limit, if it is less than the configured one."""
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = config.model.vocab_size
-        self._max_model_len = max_model_len or config.scheduler.max_model_len
+        self._max_model_len = config.scheduler.max_model_len
+        self._policy = config.scheduler.policy
         self._max_logprobs = config.max_logprobs
         self._seed = config.seed
         self._counter = itertools.count()
         eos = set(config.model.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
-        self._eos_token_ids = tuple(sorted(i for i in eos if i < self._vocab_size))
+        self._eos_token_ids = tuple(sorted(i for i in eos if 0 <= i < self._vocab_size))
 
     def process(
         self,
@@ -81,9 +79,15 @@ class InputProcessor:
     ) -> ProcessedInput:
         """n EngineRequests: `request_id` itself for n=1, else `request_id/0`, `.../1` and so on."""
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError("request_id", f"must be non-empty text, not {request_id!r}")
+            raise InvalidRequestError(
+                "request_id", f"must be non-empty text, not {show(request_id)}"
+            )
         resolved = self._resolve(prompt, params, priority)
         params = resolved.params
+        if arrival_time is None:
+            arrival_time = time.monotonic()
+        elif isinstance(arrival_time, bool) or not isinstance(arrival_time, int | float):
+            raise InvalidRequestError("arrival_time", f"must be seconds, not {show(arrival_time)}")
         if params.seed is not None:
             seed = params.seed & _MASK64
         else:
@@ -108,15 +112,15 @@ class InputProcessor:
         ]
         return ProcessedInput(resolved.text, requests)
 
-    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
-        """Raise what `process` would raise; change nothing."""
-        self._resolve(prompt, params, priority)
-
     def _resolve(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Resolved:
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError("sampling_params", f"must be SamplingParams, not {params!r}")
+            raise InvalidRequestError(
+                "sampling_params", f"must be SamplingParams, not {show(params)}"
+            )
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError("priority", f"must be an integer, not {priority!r}")
+            raise InvalidRequestError("priority", f"must be an integer, not {show(priority)}")
+        if priority and self._policy != "priority":
+            raise InvalidRequestError("priority", "needs scheduling_policy='priority'")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         max_tokens = self._room(len(token_ids), params.max_tokens)
         params = self._check_logprobs(params)
@@ -132,16 +136,16 @@ class InputProcessor:
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             prompt = {"prompt_token_ids": prompt}
         elif not isinstance(prompt, Mapping):
-            raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {prompt!r}")
+            raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {show(prompt)}")
         for key in prompt.keys() - _PROMPT_KEYS:
             raise InvalidRequestError(str(key), "is not a part of a prompt that is supported")
         text, given_ids, salt = (
             prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt")
         )
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {salt!r}")
+            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {show(salt)}")
         if text is not None and not isinstance(text, str):
-            raise InvalidRequestError("prompt", f"must be text, not {text!r}")
+            raise InvalidRequestError("prompt", f"must be text, not {show(text)}")
         if given_ids is None:
             if text is None:
                 raise InvalidRequestError("prompt", "neither prompt nor prompt_token_ids is given")
@@ -149,7 +153,9 @@ class InputProcessor:
         else:
             field = "prompt_token_ids"
             if isinstance(given_ids, str | bytes) or not isinstance(given_ids, Sequence):
-                raise InvalidRequestError(field, f"must be a list of integers, not {given_ids!r}")
+                raise InvalidRequestError(
+                    field, f"must be a list of integers, not {show(given_ids)}"
+                )
             token_ids = list(given_ids)
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
@@ -183,7 +189,7 @@ class InputProcessor:
         wanted = self._vocab_size if value == -1 else value
         if wanted > limit:
             raise InvalidRequestError(
-                field, f"{value} asks for {wanted} a position; this engine allows {limit}"
+                field, f"{show(value)} a position is more than the {limit} this engine allows"
             )
         return wanted
 
@@ -197,10 +203,10 @@ class InputProcessor:
         limit = self._vocab_size
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError(field, f"token id {token_id!r} is not an integer")
+                raise InvalidRequestError(field, f"token id {show(token_id)} is not an integer")
             if not 0 <= token_id < limit:
                 raise InvalidRequestError(
-                    field, f"token id {token_id} is outside the vocabulary of {limit}"
+                    field, f"token id {show(token_id)} is outside the vocabulary of {limit}"
                 )
 
     def _encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -220,7 +226,7 @@ class InputProcessor:
             sequences = [tuple(self._encode("bad_words", f, False)) for f in (bare, " " + bare)]
             sequences = [s for s in sequences if s]
             if not bare or not sequences:
-                raise InvalidRequestError("bad_words", f"{word!r} has no token")
+                raise InvalidRequestError("bad_words", f"{show(word)} has no token")
             self._check_ids("bad_words", itertools.chain(*sequences))
             found.update(dict.fromkeys(sequences))
         # A sequence that ends in another one can never be completed anyway.

@@ -160,8 +160,10 @@ class OutputProcessor:
         parent = _ParentRequest(
             request_id=request_id,
             prompt=prompt_text,
-            prompt_token_ids=first.prompt_token_ids,
-            kind=params.output_kind if output_kind is None else output_kind,
+            prompt_token_ids=list(
+                first.prompt_token_ids
+            ),  # the caller's own, to change as it likes
+            kind=output_kind or params.output_kind or RequestOutputKind.CUMULATIVE,
             metrics=RequestMetrics(first.arrival_time),
             num_running=len(engine_requests),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],

@@ -63,6 +63,9 @@ def test_every_decision_has_a_value_and_a_reason() -> None:
         ("max_num_seqs", 0),
         ("max_num_seqs", 1.5),
         ("max_num_seqs", True),
+        ("max_num_seqs", 10**30),
+        ("max_num_seqs", 10**9),
+        ("block_size", 10**30),
         ("max_num_batched_tokens", 3),
         ("long_prefill_token_threshold", -1),
         ("block_size", 0),
@@ -116,7 +119,9 @@ def test_pool_by_share_bytes_or_number_of_blocks() -> None:
     assert size_kv_pool(share, BLOCK_BYTES, 1 << 30)[0] == (1 << 28) // BLOCK_BYTES
     fixed = resolved(kv_cache_memory_bytes=100 * BLOCK_BYTES + 1, **many)
     assert size_kv_pool(fixed, BLOCK_BYTES, 1 << 30)[0] == 100
-    assert size_kv_pool(resolved(num_gpu_blocks_override=7), BLOCK_BYTES, 1)[0] == 7
+    assert size_kv_pool(resolved(num_gpu_blocks_override=7), BLOCK_BYTES, 1 << 20)[0] == 7
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        size_kv_pool(resolved(num_gpu_blocks_override=10**9), BLOCK_BYTES, 1 << 30)
 
 
 def test_no_room_says_what_would_be_needed() -> None:
@@ -130,7 +135,10 @@ def test_context_limit_follows_the_pool() -> None:
     final = finalise(config, *size_kv_pool(config, BLOCK_BYTES, 1 << 30))
     assert final.scheduler.max_model_len == 128
     assert config.scheduler.max_model_len == 4096
-    assert [d.value for d in final.decisions if d.name == "max_model_len"] == ["4096", "128"]
+    assert [d.value for d in final.decisions if d.name == "max_model_len"] == ["128"]
+    asked = resolved(num_gpu_blocks_override=9, max_model_len=129)
+    with pytest.raises(ConfigError, match="max_model_len=129"):
+        finalise(asked, *size_kv_pool(asked, BLOCK_BYTES, 1 << 30))
 
 
 def test_estimate_leaves_room_for_the_weights() -> None:

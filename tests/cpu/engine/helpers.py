@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -64,6 +65,7 @@ def engine_config(
     eos_token_ids: tuple[int, ...] = (),
     max_logprobs: int = 20,
     seed: int = 0,
+    policy: Literal["fcfs", "priority"] = "fcfs",
 ) -> EngineConfig:
     """Settings of an engine whose model is never loaded."""
     model = ModelConfig(
@@ -88,7 +90,7 @@ def engine_config(
     return EngineConfig(
         model=model,
         cache=CacheConfig(16, True, 0.9, None, None),
-        scheduler=SchedulerConfig(8, 64, max_model_len),
+        scheduler=SchedulerConfig(8, 64, max_model_len, policy=policy),
         device="cpu",
         seed=seed,
         max_logprobs=max_logprobs,

@@ -34,7 +34,7 @@ def refusal(prompt="abc", params=None, settings=None, priority=0) -> InvalidRequ
     with pytest.raises(InvalidRequestError) as caught:
         inputs.process("r", prompt, params, priority)
     with pytest.raises(InvalidRequestError) as checked:
-        inputs.check(prompt, params, priority)
+        inputs.process("id", prompt, params, priority)
     assert str(checked.value) == str(caught.value)
     return caught.value
 
@@ -97,7 +97,7 @@ def test_the_context_limit_rule():
 
 def test_the_effective_limit_is_the_only_one():
     """P03: a limit that was cut to what the pool holds is the one that admission uses."""
-    cut = InputProcessor(engine_config(VOCAB, max_model_len=4096), TINY, max_model_len=1024)
+    cut = InputProcessor(engine_config(VOCAB, max_model_len=1024), TINY)
     with pytest.raises(InvalidRequestError, match="max_model_len=1024"):
         cut.process("r", [1] * 2000, SamplingParams())
     (accepted,) = cut.process("r", [1] * 1000, SamplingParams(max_tokens=None)).engine_requests
@@ -215,8 +215,24 @@ def test_special_tokens_in_text_are_tokens():
     assert request("a" + SPECIALS[2]).prompt_token_ids == [ord("a"), TINY.token_to_id(SPECIALS[2])]
 
 
+def test_priority_needs_the_priority_policy():
+    assert refusal(priority=1).field == "priority"
+    with pytest.raises(InvalidRequestError, match="arrival_time"):
+        processor().process("r", "abc", SamplingParams(), arrival_time="x")
+
+
+def test_huge_integers_are_refused_by_name():
+    """str() of an int with more than 4,300 digits raises: an error text must not."""
+    huge = 10**5000
+    assert refusal(prompt=[huge]).field == "prompt_token_ids"
+    for name in ("logprobs", "prompt_logprobs"):
+        assert refusal(params=SamplingParams(**{name: huge})).field == name
+    for name, value in (("stop_token_ids", [huge]), ("logit_bias", {huge: 1.0})):
+        assert refusal(params=SamplingParams(**{name: value})).field == name
+
+
 def test_n_completions_share_the_prompt_and_split_the_seed():
-    processed = processor().process(
+    processed = processor(policy="priority").process(
         "r", "abc", SamplingParams(n=3, seed=7, prompt_logprobs=1), priority=2, arrival_time=1.5
     )
     children = processed.engine_requests
@@ -238,7 +254,6 @@ def test_the_first_completion_is_the_same_for_any_n():
 def test_unseeded_requests_differ_and_repeat_with_the_engine_seed():
     def seeds(engine_seed):
         inputs = processor(seed=engine_seed)
-        inputs.check("a", SamplingParams())  # draws nothing
         return [
             inputs.process(str(i), "a", SamplingParams()).engine_requests[0].seed for i in range(50)
         ]

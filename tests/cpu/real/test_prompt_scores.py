@@ -93,6 +93,8 @@ def test_scores_survive_preemption(smollm2_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, prompt_logprobs=0, ignore_eos=True)
     with engine(smollm2_path, dtype="float32", enable_prefix_caching=False) as llm:
         expected = [score(llm, [text], params)[0] for text in texts]
-    with engine(smollm2_path, dtype="float32", num_gpu_blocks_override=40) as llm:
+    with engine(
+        smollm2_path, dtype="float32", num_gpu_blocks_override=40, max_model_len=None
+    ) as llm:
         assert score(llm, texts, params) == expected
         assert llm.engine.core.stats().num_preemptions > 0

@@ -88,6 +88,7 @@ def test_preempted_equals_solo(
         smollm2_path,
         dtype=dtype,
         num_gpu_blocks_override=prompt_blocks + 3,
+        max_model_len=None,
         enable_prefix_caching=False,
         async_scheduling=overlap,
     ) as llm:
