@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from octavo.bench.datasets import random_prompts
+from octavo.bench.datasets import check_produced, random_prompts
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -18,24 +18,29 @@ def run_latency(
 ) -> dict[str, Any]:
     """Time `iterations` batches of fresh random prompts, after `warmup` uncounted ones.
 
-    Returns seconds: every latency, mean, percentiles, and output tokens/s at the median.
+    Returns seconds: every latency, mean, percentiles, and output tokens/s at the median. Raises
+    OctavoError if a batch produced fewer tokens than asked for.
     """
     params = SamplingParams(
         temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
     )
-    vocab_size = llm.engine.config.model.vocab_size
+    config = llm.engine.config
     latencies = []
     for iteration in range(warmup + iterations):
-        prompts = random_prompts([input_len] * batch_size, vocab_size, seed=iteration)
+        prompts = random_prompts([input_len] * batch_size, config.model.vocab_size, seed=iteration)
         start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        produced = check_produced(
+            outputs, [output_len] * batch_size, config.scheduler.max_model_len
+        )
         if iteration >= warmup:
-            latencies.append(time.perf_counter() - start)
+            latencies.append(elapsed)
     return {
         "latencies": latencies,
         "avg_latency": statistics.fmean(latencies),
         "percentiles": {str(p): percentile(latencies, p) for p in PERCENTILES},
-        "output_tokens_per_s": batch_size * output_len / statistics.median(latencies),
+        "output_tokens_per_s": produced / statistics.median(latencies),
     }
 
 

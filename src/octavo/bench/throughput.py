@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from octavo.bench.datasets import random_prompts
+from octavo.bench.datasets import check_produced, random_prompts
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -15,10 +15,11 @@ def run_throughput(
 ) -> dict[str, Any]:
     """Run one request per pair of lengths (EOS ignored). Returns rates a second and the totals.
 
-    The prefix cache should be off, or repeated runs measure the cache.
+    The prefix cache should be off, or repeated runs measure the cache. Raises OctavoError if the
+    run produced fewer tokens than asked for.
     """
-    vocab_size = llm.engine.config.model.vocab_size
-    prompts = random_prompts(input_lens, vocab_size, seed)
+    config = llm.engine.config
+    prompts = random_prompts(input_lens, config.model.vocab_size, seed)
     params = [
         SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
         for n in output_lens
@@ -26,10 +27,7 @@ def run_throughput(
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - start
-    produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if produced != sum(output_lens):
-        failed = [output.outputs[0].error for output in outputs if output.outputs[0].error]
-        raise RuntimeError(f"{produced} tokens instead of {sum(output_lens)}: {failed[:3]}")
+    produced = check_produced(outputs, output_lens, config.scheduler.max_model_len)
     return {
         "num_requests": len(outputs),
         "elapsed_s": elapsed,

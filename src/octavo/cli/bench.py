@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +16,66 @@ from octavo.bench.throughput import run_throughput
 from octavo.cli.options import (
     add_engine_arguments,
     add_model_argument,
+    at_least,
+    check_writable,
     engine_settings,
-    positive,
+    write_text,
 )
 from octavo.llm import LLM
+from octavo.sampling_params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument("kind", choices=("latency", "throughput", "prefix"))
+    """One sub-parser a kind, each with the options that kind uses."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    latency = _add_kind(kinds, "latency", "seconds that one batch takes", measure_latency)
+    _integer(latency, "--input-len", 128, "prompt tokens of a request")
+    _integer(latency, "--output-len", 128, "output tokens of a request")
+    _integer(latency, "--batch-size", 8, "requests of a batch")
+    _integer(latency, "--warmup", 1, "uncounted batches")
+    _integer(latency, "--iterations", 3, "counted batches")
+    throughput = _add_kind(
+        kinds, "throughput", "tokens/s of many requests submitted at once", measure_throughput
+    )
+    _integer(throughput, "--input-len", 128, "prompt tokens of a request")
+    _integer(throughput, "--output-len", 128, "output tokens of a request")
+    _integer(throughput, "--num-prompts", 32, "requests of a run")
+    _integer(throughput, "--warmup", 1, "uncounted runs before the one that counts")
+    throughput.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]"
+    )
+    prefix = _add_kind(kinds, "prefix", "time to first token, cold and warm", measure_prefix)
+    _integer(prefix, "--input-len", 128, "tokens that two prompts share")
+    _integer(prefix, "--iterations", 3, "pairs of prompts")
+    for kind in (latency, throughput, prefix):
+        kind.add_argument("--output-json", type=Path, help="also write the result to this file")
+        add_engine_arguments(kind)
+
+
+def _add_kind(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    measure: Callable[[LLM, argparse.Namespace], dict[str, Any]],
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(measure=measure)
     add_model_argument(parser)
-    parser.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="prefix: shared tokens [128]"
-    )
-    parser.add_argument("--output-len", type=int, default=128, metavar="N")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="latency [8]")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="uncounted runs [1]")
-    parser.add_argument(
-        "--iterations", type=int, default=3, metavar="N", help="latency, prefix [3]"
-    )
-    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="throughput [32]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="throughput [0]")
-    parser.add_argument("--output-json", type=Path, help="also write the result to this file")
-    add_engine_arguments(parser)
+    return parser
+
+
+def _integer(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} [{default}]")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start an engine, measure, print."""
-    for name in ("input_len", "output_len", "batch_size", "iterations", "num_prompts"):
-        positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    at_least(1, args, "input_len", "output_len", "batch_size", "iterations", "num_prompts")
+    at_least(0, args, "warmup")
+    if args.kind == "throughput":
+        SamplingParams(temperature=args.temperature)  # refused before the model is loaded
+    if args.output_json is not None:
+        check_writable("--output-json", args.output_json)
     start = time.perf_counter()
     # Off unless it is what is measured: repeated prompts would measure the cache.
     settings = {"enable_prefix_caching": args.kind == "prefix", **engine_settings(args)}
@@ -52,16 +84,14 @@ def run(args: argparse.Namespace) -> int:
             "bench": args.kind,
             "model": settings["model"],
             "dtype": llm.engine.config.model.dtype,
-            "input_len": args.input_len,
-            "output_len": args.output_len,
             "start_s": time.perf_counter() - start,
-            **MEASURES[args.kind](llm, args),
+            **args.measure(llm, args),
             "environment": provenance.describe(),
         }
     line = json.dumps(result)
-    if args.output_json is not None:
-        args.output_json.write_text(line + "\n")
     print(line)
+    if args.output_json is not None:
+        write_text("--output-json", args.output_json, line + "\n")
     return 0
 
 
@@ -78,7 +108,7 @@ def measure_latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     print(f"Avg latency: {result['avg_latency']:.3f} seconds")
     for percent, value in result["percentiles"].items():
         print(f"{percent}% percentile latency: {value:.3f} seconds")
-    return {"batch_size": args.batch_size, **result}
+    return {**_lengths(args), "batch_size": args.batch_size, **result}
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +127,7 @@ def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         f"{result['total_tokens_per_s']:.2f} total tokens/s, "
         f"{result['output_tokens_per_s']:.2f} output tokens/s"
     )
-    return result
+    return {**_lengths(args), **result}
 
 
 def measure_prefix(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
@@ -109,8 +139,5 @@ def measure_prefix(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-MEASURES = {
-    "latency": measure_latency,
-    "throughput": measure_throughput,
-    "prefix": measure_prefix,
-}
+def _lengths(args: argparse.Namespace) -> dict[str, int]:
+    return {"input_len": args.input_len, "output_len": args.output_len}

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import errno
 import inspect
 import itertools
+import os
 import textwrap
 import types
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from octavo.config.engine import EngineArgs
@@ -43,10 +47,14 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Options for the sampling parameters that fit a command line; `defaults` replace theirs."""
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser,
+    fields: Sequence[str] = SAMPLING_FIELDS,
+    **defaults: Any,
+) -> None:
+    """Options for the sampling parameters `fields`; `defaults` replace theirs."""
     group = parser.add_argument_group("sampling parameters")
-    for name in SAMPLING_FIELDS:
+    for name in fields:
         if name != "seed":  # the engine's --seed already fixes every request that has none
             _add(group, SamplingParams, name)
     parser.set_defaults(sampling_defaults=defaults)
@@ -102,8 +110,37 @@ def _field_docs(owner: type) -> dict[str, str]:
     return docs
 
 
-def positive(name: str, value: int) -> int:
-    """The value, or ConfigError naming the option."""
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value}")
-    return value
+def at_least(low: int, args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError naming the first of these options, if given, that is less than `low`."""
+    for name in names:
+        if (value := getattr(args, name, low)) < low:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, not {value}")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ConfigError naming the option if no file can be written there. Leaves no trace."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists():
+            # Not opened: the other end of a pipe would take that for the whole message.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            target = path.resolve()
+            target.touch(exist_ok=False)
+            target.unlink()
+    except OSError as error:
+        raise _cannot_write(option, path, error) from None
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write the file. Raises ConfigError naming the option if that fails."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise _cannot_write(option, path, error) from None
+
+
+def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{option}: cannot write {path}: {error.strerror or error}")
