@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +27,22 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit status; a deliberate error is one line on stderr and 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one verb. Returns the exit status; a deliberate error is one line on stderr and 2.
+
+    If whoever reads stdout has closed it, the status is 141, as for a process ended by SIGPIPE.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        return 141
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """`main` but for a closed stdout."""
     if not arguments or arguments[0] not in VERBS:
         return _without_verb(arguments)
     name, rest = arguments[0], arguments[1:]
@@ -45,8 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 141
+
+
+def _drop_stdout() -> None:
+    """Send the rest of stdout nowhere; else Python complains when it flushes it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _without_verb(arguments: Sequence[str]) -> int:

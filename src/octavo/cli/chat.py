@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from octavo.cli.options import (
@@ -19,6 +23,8 @@ from octavo.errors import InvalidRequestError
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 
+# A chat shows one answer, as text.
+FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in ("n", "logprobs", "prompt_logprobs"))
 HELP = """/help            this list
 /system TEXT     set the system message and start anew
 /reset           forget the conversation
@@ -33,15 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     add_model_argument(parser)
     parser.add_argument("--system", help="system message")
-    add_sampling_arguments(parser, max_tokens=None, temperature=0.7, top_p=0.95)
+    add_sampling_arguments(parser, FIELDS, max_tokens=None, temperature=0.7, top_p=0.95)
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read lines until the end of input or /exit."""
     params = sampling_params(args)
-    if params.n != 1:
-        raise InvalidRequestError("n", "a chat has one answer at a time")
     with LLM(**engine_settings(args)) as llm:
         session = Session(llm, params, args.system)
         if sys.stdin.isatty():
@@ -91,7 +95,7 @@ class Session:
         elif name == "/set":
             self._set(rest)
         elif name == "/params":
-            for field in SAMPLING_FIELDS:
+            for field in FIELDS:
                 print(f"  {field} = {getattr(self._params, field)!r}")
         elif name == "/stats":
             print(describe(self._last) if self._last else "no answer yet")
@@ -100,28 +104,60 @@ class Session:
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.strip().partition(" ")
-        if name not in SAMPLING_FIELDS or name in ("n", "stop"):
+        if name not in FIELDS or name == "stop":
             raise InvalidRequestError(name or "/set", "is not a sampling parameter that can be set")
         self._params = dataclasses.replace(self._params, **{name: _parse(name, value.strip())})
 
     def _answer(self, text: str) -> None:
+        """Show an answer as it grows. A failed one, or one without text, leaves no trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        stream = self._llm.stream(self._llm.render_chat(asked), self._params)
+        self._last = None
         answer = ""
         try:
-            for output in stream:
-                piece = output.outputs[0].text
-                answer += piece
-                print(piece, end="", flush=True)
-                self._last = output
+            with (
+                _deferred_interrupt() as interrupted,
+                closing(self._llm.stream(self._llm.render_chat(asked), self._params)) as stream,
+            ):
+                for output in stream:
+                    piece = output.outputs[0].text
+                    answer += piece
+                    print(piece, end="", flush=True)
+                    self._last = output
+                    if interrupted() and not output.finished:
+                        raise KeyboardInterrupt
         except KeyboardInterrupt:
-            stream.close()
             print(" [stopped]", end="")
         print()
         if self._last is not None and (error := self._last.outputs[0].error):
             print(f"! {error}")
-            return
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        elif answer:
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the next piece of the answer; the result says if it was pressed.
+
+    Breaking off amid a step may leave the engine in no state to go on. Pressed again, Ctrl-C does
+    so all the same.
+    """
+    pressed = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False  # somebody else decides what Ctrl-C means
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def describe(output: RequestOutput) -> str:
@@ -153,6 +189,8 @@ def _read_line() -> str | None:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("stdin", "is not text") from None
     except KeyboardInterrupt:
         print()
         return ""

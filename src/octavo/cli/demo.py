@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.cli.demo_display import make_display
-from octavo.cli.options import add_engine_arguments, engine_settings
+from octavo.cli.options import add_engine_arguments, at_least, engine_settings
 from octavo.core.scheduler_output import SchedulerStats
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, stream, print the tables."""
+    """Load, stream, print the tables. Exit status 0, or 1 if a request ended with an error."""
+    at_least(1, args, "max_tokens")
     start = time.perf_counter()
     questions = list(args.prompts) or list(QUESTIONS)
     print(f"Loading SmolLM2-135M-Instruct for {len(questions)} prompts ...", flush=True)
@@ -46,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
         elapsed = time.perf_counter() - began
         print(request_table(last))
         print(engine_table(last, list(llm.engine.core.step_log), elapsed))
-    return 0
+    failed = [output for output in last if output.outputs[0].error]
+    for output in failed:
+        print(f"! [{int(output.request_id) + 1}] {output.outputs[0].error}")
+    return int(bool(failed))
 
 
 def show_stream(
@@ -87,6 +91,8 @@ def engine_table(outputs: list[RequestOutput], steps: list[SchedulerStats], elap
     """What the engine did over all requests: throughput, batch composition, KV blocks."""
     produced = sum(out.metrics.num_generation_tokens for out in outputs if out.metrics)
     ran = [step for step in steps if step.num_scheduled_tokens]
+    if not ran:
+        return _table([("output tokens/s, all requests", "0.0"), ("steps", "0")])
     prefill = sum(step.num_prefill_tokens for step in ran)
     decode = sum(step.num_scheduled_tokens for step in ran) - prefill
     mixed = sum(0 < step.num_prefill_tokens < step.num_scheduled_tokens for step in ran)

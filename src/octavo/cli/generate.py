@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,49 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Prompts from the arguments, the file or stdin. Raises InvalidRequestError if there are none."""
+    """Prompts from the arguments, the file or stdin.
+
+    Raises InvalidRequestError if there are none or they cannot be read as UTF-8 text.
+    """
     prompts = list(args.prompts)
     if args.file is not None:
         try:
             prompts += [line for line in args.file.read_text("utf-8").splitlines() if line]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("--file", f"cannot read {args.file}: {error}") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise InvalidRequestError("--file", f"cannot read {args.file}: {reason}") from None
+        except UnicodeDecodeError:
+            raise InvalidRequestError("--file", f"{args.file} is not UTF-8 text") from None
     elif not prompts:
-        prompts = [line for line in sys.stdin.read().splitlines() if line]
+        try:
+            prompts = [line for line in sys.stdin.read().splitlines() if line]
+        except UnicodeDecodeError:
+            raise InvalidRequestError("stdin", "is not text") from None
     if not prompts:
         raise InvalidRequestError("PROMPT", "no prompt in the arguments, --file or stdin")
     return prompts
 
 
 def as_text(prompt: str, output: RequestOutput) -> str:
-    """Prompt and completions for a person."""
-    parts = [f"> {prompt}"]
+    """Prompt and completions for a person, each followed by its scores if they were asked for."""
+    parts = [f"> {prompt}", *score_lines(output.prompt_logprobs)]
     for completion in output.outputs:
         parts.append(completion.text.strip() if completion.error is None else completion.error)
+        parts += score_lines(completion.logprobs)
     return "\n".join(parts) + "\n"
+
+
+def score_lines(entries: Sequence[dict[int, Logprob] | None] | None) -> list[str]:
+    """One line a position: the token that stands there and its logprob, then the most likely ones."""
+    lines = []
+    for entry in entries or ():
+        if entry is not None:  # nothing predicts the first token of a prompt
+            cells = [
+                f"{score.logprob:.4f} {token if (text := score.decoded_token) is None else text!r}"
+                for token, score in entry.items()
+            ]
+            lines.append("    " + " | ".join(cells))
+    return lines
 
 
 def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
