@@ -24,6 +24,9 @@ from octavo.core.scheduler_output import (
 from octavo.core.state import SchedulerState
 from octavo.core.stop import append_until_stop
 from octavo.errors import InvalidRequestError
+from octavo.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Scheduler:
@@ -80,11 +83,24 @@ class Scheduler:
         return plan
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Apply the results of the oldest launched step; news of each request it changed."""
+        """Apply the results of the oldest launched step; news of each request it changed.
+
+        A request whose result cannot be applied ends with that error; the others are settled.
+        """
         assert plan.step_id == output.step_id, "the result of another step"
-        news = [self._settle(launched, output) for launched in self._take_step(plan)]
+        news = []
+        for launched in self._take_step(plan):
+            request = launched.request
+            try:
+                item = self._settle(launched, output)
+            except Exception as error:
+                logger.exception("%s ends: step %d not settled", request.request_id, plan.step_id)
+                message = f"{type(error).__name__}: {error}"
+                item = self._finish(request, RequestStatus.FINISHED_ERROR, message)
+            if item is not None:
+                news.append(item)
         self.state.inflight.release_settled()
-        return [item for item in news if item is not None]
+        return news
 
     def fail_step(self, plan: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """Settle a step that raised as a whole: the requests in it end with this error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.request import RequestStatus
+from octavo.core.request import Request, RequestStatus
 from octavo.core.scheduler_output import ModelRunnerOutput
 from octavo.outputs import FinishReason
 from tests.cpu.core.fakes import fake_token, make_request, make_scheduler
@@ -228,3 +228,29 @@ def test_impossible_result_is_an_error_of_that_request(result: list[int]) -> Non
     assert loop.received["a"].last.finish_reason == FinishReason.ERROR  # type: ignore[union-attr]
     loop.drain()
     loop.check_outputs()
+
+
+@BOTH
+@pytest.mark.parametrize("bad", list("abc"))
+def test_result_that_cannot_be_applied_ends_its_request_alone(
+    depth: int, bad: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception while one request is settled: the rows behind it are settled all the same."""
+    loop = looped(*(make_request(name, 6, 6) for name in "abc"), depth=depth)
+    kv = loop.scheduler.state.kv
+    cache_blocks = kv.cache_blocks
+
+    def flaky(request: Request, num_computed_tokens: int) -> None:
+        if request.request_id == bad:
+            raise RuntimeError("no such block")
+        cache_blocks(request, num_computed_tokens)
+
+    monkeypatch.setattr(kv, "cache_blocks", flaky)
+    loop.drain()
+    loop.check_outputs()
+    for name, received in loop.received.items():
+        assert received.last is not None
+        reason = FinishReason.ERROR if name == bad else FinishReason.LENGTH
+        assert received.last.finish_reason == reason
+    assert "RuntimeError: no such block" in str(loop.received[bad].last)
+    assert f"{bad} ends" in caplog.text
