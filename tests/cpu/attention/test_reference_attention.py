@@ -148,10 +148,6 @@ def test_padding_tokens_write_nothing_and_return_zero() -> None:
         common.block_tables,
         torch.cat((common.slot_mapping, pad)),
         torch.cat((common.positions, pad + 1)),
-        10,
-        10,
-        [10],
-        [10],
     )
     q, k, v = (
         torch.cat((t[0], torch.full((6, *t[0].shape[1:]), float("nan"))))
