@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 from octavo.attention.reference import ReferenceAttention
@@ -30,17 +34,20 @@ class Worker:
 
     @torch.inference_mode()
     def size_pool(self) -> tuple[int, Decision]:
-        """Blocks of the pool, the null block included: what memory allows after a full-size step.
+        """Blocks of the pool, the null block included: what fits beside a full-size step.
 
-        Raises ConfigError if not even one block of the asked size fits.
+        Free memory before a forward pass of as many tokens as a step may have, less the most that
+        the pass held at once (logits and its own small KV cache included). Not in it: the
+        temporaries of sampling and of prompt scores, which come after the pass, when its own are
+        free again. A block costs its K/V and its part of the store of hidden states for prompt
+        scores. Raises ConfigError if not even one block of the asked size fits.
         """
-        budget = min(
-            self._config.scheduler.max_num_batched_tokens, self._config.scheduler.max_model_len
-        )
-        before = available_memory()
-        self._run_dummy(budget)
+        available = available_memory()
+        available -= _peak_bytes(self._run_dummy)
+        model, block_size = self._config.model, self._config.cache.block_size
         block_bytes = sum(spec.block_bytes for spec in self._specs)
-        return size_kv_pool(self._config, block_bytes, min(before, available_memory()))
+        block_bytes += block_size * model.hidden_size * TORCH_DTYPES[model.dtype].itemsize
+        return size_kv_pool(self._config, block_bytes, max(0, available))
 
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
         """Allocate the KV cache and the runner."""
@@ -64,18 +71,43 @@ class Worker:
             caches.append(cache)
         return caches
 
-    def _run_dummy(self, num_tokens: int) -> None:
-        """One step of `num_tokens` tokens of one request on a KV cache of its own."""
-        block_size = self._config.cache.block_size
-        slots = RequestSlots(1, num_tokens, block_size, self._device)
-        slots.block_table[0] = torch.arange(1, slots.max_blocks + 1, dtype=torch.int32)
-        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-        common, input_ids = build_common_metadata(
-            slots, rows, [num_tokens], [num_tokens], block_size
-        )
-        kv_caches = self._allocate(slots.max_blocks + 1)
+    def _run_dummy(self) -> None:
+        """One prefill step of all the tokens that a step may have, on a KV cache of its own."""
+        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        longest = min(scheduler.max_model_len, scheduler.max_num_batched_tokens)
+        num_tokens = min(scheduler.max_num_batched_tokens, longest * scheduler.max_num_seqs)
+        full, rest = divmod(num_tokens, longest)
+        lens = [longest] * full + [rest] * (rest > 0)
+        slots = RequestSlots(len(lens), longest, block_size, self._device)
+        num_blocks = slots.block_table.numel()
+        block_ids = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=self._device)
+        slots.block_table.copy_(block_ids.view_as(slots.block_table))
+        rows = torch.arange(len(lens), device=self._device)
+        common, input_ids = build_common_metadata(slots, rows, lens, lens, block_size)
+        kv_caches = self._allocate(num_blocks + 1)
         hidden = self._model.forward(
             input_ids, common.positions, kv_caches, self._backend.build_metadata(common)
         )
-        rows_with_logits = min(num_tokens, self._config.scheduler.max_num_seqs)
-        self._model.compute_logits(hidden[:rows_with_logits])
+        self._model.compute_logits(hidden[: scheduler.max_num_seqs])
+
+
+def _peak_bytes(run: Callable[[], None]) -> int:
+    """Most memory of this process that `run` held at once beyond what was held before.
+
+    Measured on Linux; elsewhere 0.
+    """
+    # Loading weights may have peaked higher: ask Linux to forget that. Where it is not allowed the
+    # old peak counts, which is on the safe side.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    run()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    """A size from /proc/self/status. Not getrusage: ru_maxrss may be of the process that ran us."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    return int(status.read_text().split(f"{name}:")[1].split()[0]) * 1024
