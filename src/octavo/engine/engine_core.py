@@ -7,8 +7,9 @@ flight. The scheduler's counters are built for that, so nothing else knows about
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from octavo import env
 from octavo.config.engine import EngineConfig
@@ -21,6 +22,7 @@ from octavo.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
+from octavo.errors import EngineDeadError
 from octavo.executor.inline import InlineExecutor
 from octavo.logging import get_logger
 
@@ -48,32 +50,50 @@ class EngineCore:
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         """State after each plan, newest last."""
         self._check_integrity = env.check_integrity()
+        self._death: str | None = None
+        """Why the engine serves no more."""
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never fit."""
+        """Queue a request. Raises InvalidRequestError if it can never fit, EngineDeadError if the
+        engine was shut down or has failed."""
+        self._check_alive()
         self.scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in any state; unknown and finished ids are ignored."""
-        self.scheduler.abort(request_ids)
+        """End requests in any state; unknown and finished ids are ignored.
+
+        No-op once the engine is dead: all its requests ended with it.
+        """
+        if self._death is None:
+            self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
         """True while requests live, steps are not settled, or the runner must still free slots."""
         return self.scheduler.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Launch what can be launched, then settle the oldest step in flight."""
-        while len(self._in_flight) < self._depth:
-            plan = self.scheduler.schedule()
-            if plan.empty:
-                break
-            self._in_flight.append((plan, self._executor.execute(plan)))
-            self.step_log.append(self.scheduler.stats())
+        """Launch what can be launched, then settle the oldest step in flight.
+
+        May be called again after a KeyboardInterrupt: a wait that is cut short loses nothing. What
+        breaks planning or settling itself leaves the scheduler's state unknown: it is raised as it
+        is, and from then on every call raises EngineDeadError, as after shutdown.
+        """
+        self._check_alive()
+        while len(self._in_flight) < self._depth and self._launch():
+            pass
         if not self._in_flight:
             return []
-        outputs = self._settle(*self._in_flight.popleft())
-        if self._check_integrity:
-            self.scheduler.check_integrity()
+        plan, result = self._in_flight[0]
+        error = result.exception()  # waits; the step stays the oldest if that is interrupted
+        with self._dead_if_it_fails():
+            self._in_flight.popleft()
+            if error is None:
+                outputs = self.scheduler.update(plan, result.result())
+            else:
+                logger.error("step %d failed; its requests end", plan.step_id, exc_info=error)
+                outputs = self.scheduler.fail_step(plan, f"{type(error).__name__}: {error}")
+            if self._check_integrity:
+                self.scheduler.check_integrity()
         return outputs
 
     def drain(self) -> None:
@@ -81,20 +101,40 @@ class EngineCore:
         while self.has_work():
             self.step()
 
+    @property
+    def num_plans(self) -> int:
+        """Steps launched since the start: how many entries `step_log` has ever had."""
+        return self.scheduler.state.inflight.last_step_id
+
     def stats(self) -> SchedulerStats:
         """Queue, pool and cache as of now."""
         return self.scheduler.stats()
 
     def shutdown(self) -> None:
         """Stop the worker; launched steps finish first. May be called twice."""
+        self._death = self._death or "the engine was shut down"
         self._executor.shutdown()
 
-    def _settle(
-        self, plan: SchedulerOutput, result: Future[ModelRunnerOutput]
-    ) -> list[EngineCoreOutput]:
+    def _launch(self) -> bool:
+        """Plan a step and queue it; False if there is nothing to run."""
+        with self._dead_if_it_fails():
+            plan = self.scheduler.schedule()
+            if plan.empty:
+                return False
+            self._in_flight.append((plan, self._executor.execute(plan)))
+            self.step_log.append(self.scheduler.stats())
+        return True
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    @contextmanager
+    def _dead_if_it_fails(self) -> Iterator[None]:
+        """Whatever escapes the block ends the engine: a plan or a result may be half applied."""
         try:
-            output = result.result()
-        except Exception as error:
-            logger.exception("step %d failed; its requests end with an error", plan.step_id)
-            return self.scheduler.fail_step(plan, f"{type(error).__name__}: {error}")
-        return self.scheduler.update(plan, output)
+            yield
+        except BaseException as error:
+            self._death = f"the engine failed: {type(error).__name__}: {error}"
+            logger.exception("the engine is dead")
+            raise

@@ -13,11 +13,19 @@ from octavo.worker.worker import Worker
 
 
 class InlineExecutor:
-    """Loads the model at construction; all device work happens on one thread of its own."""
+    """Loads the model at construction; all device work happens on one thread of its own.
+
+    An error of construction is raised as it is and leaves no thread behind.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
-        self._worker = self._thread.submit(Worker, config).result()
+        try:
+            self._worker = self._thread.submit(Worker, config).result()
+        except BaseException:
+            # Not waited for: after an interrupt it may still be loading, and ends when it has.
+            self._thread.shutdown(wait=False)
+            raise
 
     def size_pool(self) -> tuple[int, Decision]:
         """Blocks that fit, the null block included, and why."""

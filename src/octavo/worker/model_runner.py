@@ -14,7 +14,8 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
-from octavo.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
 from octavo.sample.sampler import Sampler, SamplerOutput
@@ -22,6 +23,8 @@ from octavo.sample.state import SamplingState
 from octavo.worker.forward_batch import ForwardBatch, build_common_metadata
 from octavo.worker.prompt_scores import PromptScorer
 from octavo.worker.request_slots import RequestSlots
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class _Resident:
     """Upper bound after all launched steps."""
     next_score: int
     """First prompt position whose score is owed."""
+    failed: bool = False
+    """Its row may not be what the plans say, so it runs no more: it only waits to be removed."""
 
     @property
     def num_top(self) -> int | None:
@@ -99,38 +104,63 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        """Queue one step. An exception leaves the slots consistent for the next plan."""
-        for slot in self.slots.update(plan):
-            self._sampling.remove(slot)
+        """Queue one step.
+
+        A request that cannot be admitted ends alone, with an error in the result. Any other
+        exception is that of all requests of the step; those of later plans are not affected.
+        """
+        step = LaunchedStep(plan.step_id)
+        # Residents first, with all that is new: later plans count on them even if this step fails.
         for request_id in plan.removed_request_ids:
             self._residents.pop(request_id, None)
         for new in plan.new_requests:
-            self._admit(new)
-        if not plan.num_scheduled_tokens:
-            return LaunchedStep(plan.step_id)
-        batch = self._prepare(plan)
+            self._residents[new.request_id] = _Resident(
+                new.engine_request, new.num_computed_tokens, max(1, new.score_start)
+            )
+        try:
+            for slot in self.slots.update(plan):
+                self._sampling.remove(slot)
+            self._admit(plan, step)
+            self._run(plan, step)
+        except Exception:
+            for request_id in plan.num_scheduled_tokens:
+                self._residents[request_id].failed = True
+            raise
+        return step
+
+    def _admit(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
+        for new in plan.new_requests:
+            try:
+                self._sampling.add(self.slots.slot_of[new.request_id], new.engine_request)
+            except Exception as error:
+                logger.exception("%s cannot be admitted", new.request_id)
+                self._residents[new.request_id].failed = True
+                step.errors[new.request_id] = f"{type(error).__name__}: {error}"
+
+    def _run(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
+        """Forward pass, scores and samples of all requests that have not failed before."""
+        scheduled = {
+            request_id: num_tokens
+            for request_id, num_tokens in plan.num_scheduled_tokens.items()
+            if not self._residents[request_id].failed
+        }
+        if not scheduled:
+            return
+        batch = self._prepare(scheduled, plan.sampling_requests)
         hidden = self._model.forward(
             batch.input_ids, batch.positions, self._kv_caches, batch.attention
         )
         self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
-        step = LaunchedStep(plan.step_id)
-        self._score_prompts(plan, batch, hidden, step)
+        self._score_prompts(scheduled, batch, hidden, step)
         step.request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
         if step.request_ids:
             step.sampled = self._sample(batch, step.request_ids, hidden)
-        return step
 
-    def _admit(self, new: NewRequestData) -> None:
-        self._sampling.add(self.slots.slot_of[new.request_id], new.engine_request)
-        self._residents[new.request_id] = _Resident(
-            new.engine_request, new.num_computed_tokens, max(1, new.score_start)
-        )
-
-    def _prepare(self, plan: SchedulerOutput) -> ForwardBatch:
-        request_ids = list(plan.num_scheduled_tokens)
-        query_lens = list(plan.num_scheduled_tokens.values())
+    def _prepare(self, scheduled: dict[str, int], sampling_requests: set[str]) -> ForwardBatch:
+        request_ids = list(scheduled)
+        query_lens = list(scheduled.values())
         seq_lens = []
-        for request_id, query_len in plan.num_scheduled_tokens.items():
+        for request_id, query_len in scheduled.items():
             resident = self._residents[request_id]
             resident.num_computed_tokens += query_len
             seq_lens.append(resident.num_computed_tokens)
@@ -141,7 +171,7 @@ class ModelRunner:
             self.slots, rows, query_lens, seq_lens, self._block_size
         )
         sampling_rows = torch.tensor(
-            [row for row, name in enumerate(request_ids) if name in plan.sampling_requests],
+            [row for row, name in enumerate(request_ids) if name in sampling_requests],
             dtype=torch.int64,
             device=self._device,
         )
@@ -179,11 +209,15 @@ class ModelRunner:
         return sampled
 
     def _score_prompts(
-        self, plan: SchedulerOutput, batch: ForwardBatch, hidden: torch.Tensor, step: LaunchedStep
+        self,
+        scheduled: dict[str, int],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        step: LaunchedStep,
     ) -> None:
         """Scores that this step makes possible, for the requests that ask for them."""
         start = 0
-        for request_id, query_len in plan.num_scheduled_tokens.items():
+        for request_id, query_len in scheduled.items():
             end = start + query_len
             resident = self._residents[request_id]
             if resident.num_top is not None:

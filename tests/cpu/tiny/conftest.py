@@ -43,3 +43,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[False, True], ids=["no-overlap", "overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    """Every engine test runs with one step in flight and with two."""
+    return bool(request.param)

@@ -1,59 +1,16 @@
-"""The engine on a tiny model: leaks, faults, limits. Every test ends with nothing held."""
+"""The engine on a tiny model: leaks, limits, order. Every test ends with nothing held."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams
 from octavo.errors import InvalidRequestError
-from octavo.outputs import RequestOutput
-from octavo.worker.model_runner import ModelRunner
-
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, tiny, tokens
 
 
-def params(**changes: Any) -> SamplingParams:
-    settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**{**settings, **changes})
-
-
-@contextmanager
-def tiny(model: Path, **settings: Any) -> Iterator[LLM]:
-    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 8}
-    with LLM(str(model), **{**defaults, **settings}) as llm:
-        yield llm
-        core = llm.engine.core
-        core.drain()
-        assert core.scheduler.is_idle_clean()
-        assert runner_of(llm).slots.num_free == core.config.scheduler.max_num_seqs
-
-
-def runner_of(llm: LLM) -> ModelRunner:
-    runner = llm.engine.core._executor._worker._runner
-    assert runner is not None
-    return runner
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def run(llm: LLM, prompts: list[list[int]], *settings: SamplingParams) -> list[RequestOutput]:
-    return llm.generate(
-        prompts, settings[0] if len(settings) == 1 else list(settings), use_tqdm=False
-    )
-
-
-PROMPTS = [[3, 4, 5], list(range(10, 60)), [7] * 33, list(range(100, 229))]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_end_in_their_first_step_leave_no_slot_behind(
     overlap: bool, tiny_model: Path
 ) -> None:
@@ -75,65 +32,9 @@ def test_requests_that_end_in_their_first_step_leave_no_slot_behind(
     assert ended == 1000
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_failing_step_fails_only_its_requests(
-    overlap: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forward that raises ends the requests of that step; the engine serves on."""
-    with tiny(tiny_model, async_scheduling=overlap) as llm:
-        expected = tokens(run(llm, PROMPTS, PARAMS))
-        model = runner_of(llm)._model
-        forward, calls = model.forward, []
-
-        def flaky(*args: Any) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == 3:
-                raise RuntimeError("device said no")
-            return forward(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "forward", flaky)
-            outputs = run(llm, PROMPTS, PARAMS)
-        assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
-        assert all("device said no" in str(output.outputs[0].error) for output in outputs)
-        assert tokens(run(llm, PROMPTS, PARAMS)) == expected
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nan_in_one_request_ends_that_request_only(
-    overlap: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaN hidden states of one request: it errors, its batch mates equal their solo runs, and its
-    poisoned cache blocks do not reach whoever gets them next."""
-    with tiny(
-        tiny_model,
-        async_scheduling=overlap,
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=40,
-    ) as llm:
-        expected = tokens(run(llm, PROMPTS, PARAMS))
-        embed = runner_of(llm)._model.embed_tokens
-        forward = embed.forward
-
-        def poisoned(ids: torch.Tensor) -> torch.Tensor:
-            return torch.where((ids == 7)[:, None], torch.nan, forward(ids))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(embed, "forward", poisoned)
-            outputs = run(llm, PROMPTS, PARAMS, PARAMS, params(prompt_logprobs=1), PARAMS)
-            [scored] = run(llm, [PROMPTS[2]], params(prompt_logprobs=0, max_tokens=0))
-        assert scored.outputs[0].finish_reason == "error"
-        assert outputs[2].outputs[0].finish_reason == "error"
-        assert "NaN" in str(outputs[2].outputs[0].error)
-        for index in (0, 1, 3):
-            assert outputs[index].outputs[0].token_ids == expected[index]
-        for _ in range(3):
-            assert tokens(run(llm, PROMPTS, PARAMS)) == expected
-
-
-def test_prompt_as_long_as_the_context(tiny_model: Path) -> None:
+def test_prompt_as_long_as_the_context(overlap: bool, tiny_model: Path) -> None:
     """Exactly the limit: scores only; one more or an output token: refused (case P02)."""
-    with tiny(tiny_model, max_model_len=64) as llm:
+    with tiny(tiny_model, async_scheduling=overlap, max_model_len=64) as llm:
         [output] = run(llm, [[9] * 64], params(max_tokens=0, prompt_logprobs=0))
         assert len(output.prompt_logprobs or []) == 64
         [output] = run(llm, [[9] * 63], params(max_tokens=5))
@@ -145,9 +46,9 @@ def test_prompt_as_long_as_the_context(tiny_model: Path) -> None:
             run(llm, [[9] * 65], params(max_tokens=0))
 
 
-def test_pool_smaller_than_the_context_is_one_limit(tiny_model: Path) -> None:
+def test_pool_smaller_than_the_context_is_one_limit(overlap: bool, tiny_model: Path) -> None:
     """Context 512, pool of 8 blocks: admission, and max_tokens, use what fits (case P03)."""
-    with tiny(tiny_model, num_gpu_blocks_override=9) as llm:
+    with tiny(tiny_model, async_scheduling=overlap, num_gpu_blocks_override=9) as llm:
         assert llm.engine.config.scheduler.max_model_len == 128
         with pytest.raises(InvalidRequestError, match="128"):
             run(llm, [[9] * 200], PARAMS)
@@ -155,9 +56,11 @@ def test_pool_smaller_than_the_context_is_one_limit(tiny_model: Path) -> None:
         assert len(output.outputs[0].token_ids) == 28
 
 
-def test_aborts_in_every_state(tiny_model: Path) -> None:
+def test_aborts_in_every_state(overlap: bool, tiny_model: Path) -> None:
     """Before it was scheduled, in prefill, in decode, when finished, twice, unknown (S08 to S10)."""
-    with tiny(tiny_model, long_prefill_token_threshold=16, max_num_seqs=2) as llm:
+    with tiny(
+        tiny_model, async_scheduling=overlap, long_prefill_token_threshold=16, max_num_seqs=2
+    ) as llm:
         engine = llm.engine
         engine.add_request("fresh", PROMPTS[1], PARAMS)
         [output] = engine.abort(["fresh", "fresh", "unknown"])
@@ -176,7 +79,7 @@ def test_aborts_in_every_state(tiny_model: Path) -> None:
             assert not engine.has_work()
 
 
-def test_random_arrivals_and_aborts_equal_solo(tiny_model: Path) -> None:
+def test_random_arrivals_and_aborts_equal_solo(overlap: bool, tiny_model: Path) -> None:
     """Requests come and go at random under memory pressure; survivors equal their solo runs."""
     generator = torch.Generator().manual_seed(5)
 
@@ -187,7 +90,9 @@ def test_random_arrivals_and_aborts_equal_solo(tiny_model: Path) -> None:
     settings = [params(temperature=0.9, seed=index, max_tokens=1 + draw(24)) for index in range(40)]
     with tiny(tiny_model, enable_prefix_caching=False, async_scheduling=False) as llm:
         solo = [tokens(run(llm, [p], s))[0] for p, s in zip(prompts, settings, strict=True)]
-    with tiny(tiny_model, num_gpu_blocks_override=16, max_num_batched_tokens=32) as llm:
+    with tiny(
+        tiny_model, async_scheduling=overlap, num_gpu_blocks_override=16, max_num_batched_tokens=32
+    ) as llm:
         engine = llm.engine
         done: dict[int, list[int]] = {}
         aborted = set()
@@ -208,16 +113,16 @@ def test_random_arrivals_and_aborts_equal_solo(tiny_model: Path) -> None:
     assert all(found == solo[index] for index, found in done.items())
 
 
-def test_duplicate_request_id_is_refused(tiny_model: Path) -> None:
-    with tiny(tiny_model) as llm:
+def test_duplicate_request_id_is_refused(overlap: bool, tiny_model: Path) -> None:
+    with tiny(tiny_model, async_scheduling=overlap) as llm:
         llm.engine.add_request("same", [1, 2], PARAMS)
         with pytest.raises(InvalidRequestError, match="request_id"):
             llm.engine.add_request("same", [1, 2], PARAMS)
 
 
-def test_long_prefill_does_not_stop_running_streams(tiny_model: Path) -> None:
+def test_long_prefill_does_not_stop_running_streams(overlap: bool, tiny_model: Path) -> None:
     """Every step of a 400-token prefill also decodes the running request (ITL is bounded)."""
-    with tiny(tiny_model, max_num_batched_tokens=32) as llm:
+    with tiny(tiny_model, async_scheduling=overlap, max_num_batched_tokens=32) as llm:
         engine = llm.engine
         engine.add_request("stream", [3, 4], params(max_tokens=60))
         for _ in range(6):
