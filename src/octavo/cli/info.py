@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import sys
 from typing import Any
 
 from octavo.cli.options import add_engine_arguments, add_model_argument, engine_settings
+from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.config.resolve import DeviceFacts, estimate_pool, make_args, resolve
+from octavo.errors import ConfigError
 from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
 
@@ -27,12 +31,7 @@ def run(args: argparse.Namespace) -> int:
     settings = make_args(engine_settings(args))
     model = load_model_config(settings)
     facts = probe_device()
-    config = resolve(settings, model, facts)
-    num_blocks, pool = estimate_pool(config, facts.available_bytes)
-    rows = describe(model, facts)
-    rows["kv_pool"] = f"{pool.value} ({pool.reason})"
-    tokens = (num_blocks - 1) * config.cache.block_size
-    rows["requests_of_full_context"] = f"{tokens / config.scheduler.max_model_len:.1f}"
+    rows = {**describe(model, facts), **describe_pool(settings, model, facts)}
     if args.json:
         print(json.dumps(rows))
     else:
@@ -40,6 +39,24 @@ def run(args: argparse.Namespace) -> int:
         for name, value in rows.items():
             print(f"{name.replace('_', ' '):<{width}}  {value}")
     return 0
+
+
+def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> dict[str, str]:
+    """The KV cache that would fit beside the weights, or why this machine has no room.
+
+    Raises ConfigError for settings that work on no machine.
+    """
+    resolve(settings, model, dataclasses.replace(facts, available_bytes=sys.maxsize))
+    try:
+        config = resolve(settings, model, facts)
+        num_blocks, pool = estimate_pool(config, facts.available_bytes)
+    except ConfigError as error:
+        return {"kv_pool": str(error), "requests_of_full_context": "0.0"}
+    tokens = (num_blocks - 1) * config.cache.block_size
+    return {
+        "kv_pool": f"{pool.value} ({pool.reason})",
+        "requests_of_full_context": f"{tokens / config.scheduler.max_model_len:.1f}",
+    }
 
 
 def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:

@@ -1,0 +1,281 @@
+"""The command line on a tiny model: failures, interrupts, and what is shown of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from octavo import LLM, SamplingParams
+from octavo.bench.datasets import check_produced
+from octavo.bench.throughput import run_throughput
+from octavo.cli import demo, info, main
+from octavo.cli.chat import Session
+from octavo.config.resolve import DeviceFacts
+from octavo.core.scheduler_output import EngineCoreOutput
+from octavo.engine.engine_core import EngineCore
+from octavo.errors import OctavoError
+from octavo.outputs import CompletionOutput, FinishReason, RequestOutput
+from tests.cpu.tiny.conftest import TINY
+
+DUMMY = ["--load-format", "dummy"]
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model whose tokens are bytes; its weights are to be DUMMY."""
+    folder = tmp_path_factory.mktemp("letters")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({**TINY, "vocab_size": len(vocab)}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": CHAT})
+    )
+    return str(folder)
+
+
+def octavo(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_bench_refuses_to_rate_tokens_that_were_not_produced(
+    kind: str, letters: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "result.json"
+    number = {"latency": "--batch-size", "throughput": "--num-prompts"}[kind]
+    lengths = ["--input-len", "30", "--output-len", "20", "--max-model-len", "40"]
+    status, out, err = octavo(
+        capsys, "bench", kind, letters, number, "2", *lengths, *DUMMY, "--output-json", str(output)
+    )
+    assert (status, out) == (2, "")
+    assert err == (
+        "octavo: error: 20 of 40 output tokens were produced: a prompt of 30 tokens and an output "
+        "of 20 do not fit into max_model_len=40\n"
+    )
+    assert not output.exists()
+
+
+def test_bench_names_the_errors_of_failed_requests(
+    letters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(letters, load_format="dummy") as llm:
+        worker = llm.engine.core._executor._worker
+
+        def fail(plan: object) -> None:
+            raise ValueError("no such luck")
+
+        monkeypatch.setattr(worker, "launch", fail)
+        with pytest.raises(OctavoError, match=r"^0 of 6 .* 2 of 2 requests failed: .*no such luck"):
+            run_throughput(llm, input_lens=[4, 4], output_lens=[3, 3], temperature=0.0, seed=0)
+
+
+def test_produced_tokens_are_counted_a_request() -> None:
+    def output(*token_ids: int) -> RequestOutput:
+        completion = CompletionOutput(0, "", list(token_ids), finish_reason=FinishReason.STOP)
+        return RequestOutput("0", None, [1], [completion], True)
+
+    assert check_produced([output(5, 6), output(7)], [2, 1], 100) == 3
+    with pytest.raises(OctavoError, match=r"2 of 3 .*an output of 2 ended after 1 \(stop\)"):
+        check_produced([output(5), output(7)], [2, 1], 100)
+    with pytest.raises(OctavoError, match="3 of 3"):
+        check_produced([output(5), output(7, 8)], [2, 1], 100)
+
+
+def test_bench_writes_the_line_it_prints(
+    letters: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "result.json"
+    lengths = ["--input-len", "8", "--output-len", "4"]
+    status, out, _ = octavo(
+        capsys, "bench", "latency", letters, *lengths, *DUMMY, "--output-json", str(output)
+    )
+    assert status == 0
+    assert output.read_text() == out.splitlines(keepends=True)[-1]
+    result = json.loads(output.read_text())
+    assert (result["input_len"], result["output_len"], result["batch_size"]) == (8, 4, 8)
+    status, out, err = octavo(
+        capsys, "bench", "latency", letters, *lengths, *DUMMY, "--output-json", "/dev/full"
+    )
+    assert status == 2
+    assert json.loads(out.splitlines()[-1])["bench"] == "latency"  # not lost
+    assert err == "octavo: error: --output-json: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize("available_bytes", [4096, 300_000])
+def test_info_describes_a_model_that_does_not_fit(
+    available_bytes: int,
+    letters: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether resolving the settings finds out, or sizing the pool."""
+    facts_now = DeviceFacts("cpu", "small machine", 1, available_bytes)
+    monkeypatch.setattr(info, "probe_device", lambda: facts_now)
+    status, out, err = octavo(capsys, "info", letters, "--json")
+    facts = json.loads(out)
+    assert (status, err) == (0, "")
+    assert facts["layers"].startswith("2 of hidden size 64")
+    assert "fits: one block of 16" in facts["kv_pool"] or "are free" in facts["kv_pool"]
+    assert facts["requests_of_full_context"] == "0.0"
+
+
+def test_generate_prints_scores_that_were_asked_for(
+    letters: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--max-tokens", "3", "--temperature", "0", "--ignore-eos", *DUMMY]
+    status, out, _ = octavo(capsys, "generate", letters, "abc", *asked)
+    assert status == 0
+    assert " | " not in out
+    scores = ["--logprobs", "2", "--prompt-logprobs", "0"]
+    status, out, _ = octavo(capsys, "generate", letters, "abc", *asked, *scores)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "> abc"
+    assert [line.split()[-1] for line in lines[1:3]] == ["'b'", "'c'"]
+    assert all(line.startswith("    -") for line in lines[1:3])
+    assert sum(" | " in line for line in lines) == 3
+
+
+def test_stdin_that_is_not_text_is_one_line(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for verb in ("generate", "chat"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), "utf-8"))
+        status, out, err = octavo(capsys, verb, letters, *DUMMY)
+        assert (status, out, err) == (2, "", "octavo: error: stdin: is not text\n")
+
+
+def test_closed_reader_ends_without_traceback(letters: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for arguments in (["info", letters], ["--help"]):
+        command = [sys.executable, "-c", "from octavo.cli import main; raise SystemExit(main())"]
+        process = subprocess.run([*command, *arguments], stdout=writer, stderr=subprocess.PIPE)
+        assert (process.returncode, process.stderr) == (141, b"")
+    os.close(writer)
+
+
+def test_demo_with_a_prompt_that_is_too_long(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "DEMO", letters)
+    status, _, err = octavo(capsys, "demo", "x" * 50, "--max-model-len", "40", *DUMMY)
+    assert status == 2
+    assert err.startswith("octavo: error: prompt: 50 prompt tokens")
+    assert len(err.splitlines()) == 1
+
+
+def test_demo_tells_of_failed_requests_and_no_steps(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LLM, *_: Any) -> Generator[RequestOutput, None, None]:
+        outputs = [CompletionOutput(0, finish_reason=FinishReason.ERROR, error="no such luck")]
+        [done] = self.generate([[5]], SamplingParams(max_tokens=0), use_tqdm=False)
+        yield RequestOutput("0", None, [5], outputs, True, metrics=done.metrics)
+
+    monkeypatch.setattr(demo, "DEMO", letters)
+    monkeypatch.setattr(LLM, "stream", fail)
+    status, out, _ = octavo(capsys, "demo", "x", *DUMMY)
+    assert status == 1
+    assert out.endswith("! [1] no such luck\n")
+
+
+def session(llm: LLM, **settings: Any) -> Session:
+    params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    return Session(llm, SamplingParams(**{**params, **settings}), None)
+
+
+def press(key: Callable[[], None], after: int) -> Callable[[EngineCore], list[EngineCoreOutput]]:
+    """EngineCore.step that presses a key amid its `after`-th call."""
+    calls = 0
+    step = EngineCore.step
+
+    def stepping(self: EngineCore) -> list[EngineCoreOutput]:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            key()
+        return step(self)
+
+    return stepping
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("key", [interrupt, lambda: signal.raise_signal(signal.SIGINT)])
+@pytest.mark.parametrize("after", [1, 4])
+def test_ctrl_c_stops_the_answer_and_not_the_chat(
+    key: Callable[[], None],
+    after: int,
+    letters: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM(letters, load_format="dummy") as llm:
+        chat = session(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineCore, "step", press(key, after))
+            chat.handle("first")
+        assert "[stopped]\n" in capsys.readouterr().out
+        kept = len(chat.messages)
+        assert kept in (0, 2)
+        chat.handle("second")
+        assert len(chat.messages) == kept + 2
+        assert "[stopped]" not in capsys.readouterr().out
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        llm.engine.core.drain()
+        assert llm.engine.core.scheduler.is_idle_clean()
+
+
+def test_interrupted_answer_does_not_show_the_error_of_the_last_one(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*_: Any) -> Generator[RequestOutput, None, None]:
+        outputs = [CompletionOutput(0, finish_reason=FinishReason.ERROR, error="no such luck")]
+        yield RequestOutput("0", None, [5], outputs, True)
+
+    def interrupted(*_: Any) -> Generator[RequestOutput, None, None]:
+        raise KeyboardInterrupt
+        yield
+
+    with LLM(letters, load_format="dummy") as llm:
+        chat = session(llm)
+        monkeypatch.setattr(llm, "stream", failed)
+        chat.handle("first")
+        assert capsys.readouterr().out == "\n! no such luck\n"
+        monkeypatch.setattr(llm, "stream", interrupted)
+        chat.handle("second")
+        chat.handle("/stats")
+        assert capsys.readouterr().out == " [stopped]\nno answer yet\n"
+        assert chat.messages == []
+
+
+def test_chat_sets_and_shows_only_what_it_uses(
+    letters: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(letters, load_format="dummy") as llm:
+        chat = session(llm)
+        for line in ("/set logprobs 2", "/set n 2", "/params"):
+            chat.handle(line)
+    out = capsys.readouterr().out
+    assert out.count("is not a sampling parameter that can be set") == 2
+    assert "prompt_logprobs" not in out
