@@ -68,15 +68,12 @@ class Planner:
             self._plan_tokens(request, num_new, draft)
 
     def _num_wanted_tokens(self, request: Request) -> int:
-        """Tokens between planned and target; drafts past the output limit are not wanted."""
-        if request.output_limit == 0:
-            return request.num_prompt_tokens - request.num_planned_tokens
+        """Tokens between planned and target; drafts past the output limit are dropped."""
         num_open = request.output_limit - request.num_output_tokens - request.num_inflight_samples
-        if num_open <= 0:
+        if num_open <= 0 < request.output_limit:
             return 0
-        num_drafts = min(len(request.spec_token_ids), num_open - 1)
-        target = request.num_tokens + request.num_inflight_samples + num_drafts
-        return target - request.num_planned_tokens
+        del request.spec_token_ids[max(0, num_open - 1) :]
+        return request.num_tokens_with_spec - request.num_planned_tokens
 
     def _chunk(self, num_wanted: int, budget: int) -> int:
         threshold = self._config.long_prefill_token_threshold

@@ -15,6 +15,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from octavo.kv_transfer.connector import KVConnectorWorker, NullWorkerConnector
 from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
@@ -87,10 +88,13 @@ class ModelRunner:
         backend: AttentionBackend,
         kv_caches: list[torch.Tensor],
         device: torch.device,
+        connector: KVConnectorWorker | None = None,
     ) -> None:
         scheduler, self._block_size = config.scheduler, config.cache.block_size
         self._model, self._backend, self._kv_caches = model, backend, kv_caches
         self._device = device
+        self._connector = connector or NullWorkerConnector()
+        self._connector.register_kv_caches(kv_caches)
         self.slots = RequestSlots(
             scheduler.max_num_seqs, scheduler.max_model_len, self._block_size, device
         )
@@ -147,9 +151,11 @@ class ModelRunner:
         if not scheduled:
             return
         batch = self._prepare(scheduled, plan.sampling_requests)
+        self._connector.start_load_kv(plan.kv_connector_metadata)
         hidden = self._model.forward(
             batch.input_ids, batch.positions, self._kv_caches, batch.attention
         )
+        self._connector.save_kv(plan.kv_connector_metadata)
         self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
         self._score_prompts(scheduled, batch, hidden, step)
         step.request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]

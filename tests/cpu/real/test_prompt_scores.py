@@ -48,9 +48,10 @@ def test_scores_equal_transformers(smollm2_path: Path, smollm2_reference: object
     assert torch.isfinite(got).all()
 
 
-def test_scores_with_output(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_scores_with_output(overlap: bool, smollm2_path: Path) -> None:
     """max_tokens 1 gives the same prompt scores and one token more (case L04)."""
-    with engine(smollm2_path, dtype="float32") as llm:
+    with engine(smollm2_path, dtype="float32", async_scheduling=overlap) as llm:
         [alone] = score(llm, [TEXTS[0]])
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, logprobs=2)
         [output] = llm.generate(TEXTS[0], params, use_tqdm=False)
@@ -58,14 +59,20 @@ def test_scores_with_output(smollm2_path: Path) -> None:
         assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs or []) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_do_not_depend_on_order_or_chunks(dtype: str, smollm2_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "overlap"), [("float32", True), ("bfloat16", False)])
+def test_scores_do_not_depend_on_order_or_chunks(
+    dtype: str, overlap: bool, smollm2_path: Path
+) -> None:
     """Three prompts sharing a prefix in all six orders, chunked, cached or not (case L03)."""
     texts = [LONG + tail for tail in (TEXTS[0], TEXTS[5], " The end.")]
     with engine(smollm2_path, dtype=dtype, enable_prefix_caching=False) as llm:
         expected = [score(llm, [text])[0] for text in texts]
     with engine(
-        smollm2_path, dtype=dtype, long_prefill_token_threshold=37, max_num_batched_tokens=64
+        smollm2_path,
+        dtype=dtype,
+        async_scheduling=overlap,
+        long_prefill_token_threshold=37,
+        max_num_batched_tokens=64,
     ) as llm:
         for order in itertools.permutations(range(3)):
             llm.reset_prefix_cache()
@@ -74,9 +81,10 @@ def test_scores_do_not_depend_on_order_or_chunks(dtype: str, smollm2_path: Path)
         assert score(llm, texts) == expected
 
 
-def test_prefix_cache_serves_scored_requests(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_prefix_cache_serves_scored_requests(overlap: bool, smollm2_path: Path) -> None:
     """A second scored request takes the shared prefix from the cache; a plain one too."""
-    with engine(smollm2_path, dtype="float32") as llm:
+    with engine(smollm2_path, dtype="float32", async_scheduling=overlap) as llm:
         plain = SamplingParams(temperature=0.0, max_tokens=1)
         llm.generate(LONG, plain, use_tqdm=False)
         [first] = llm.generate(LONG, SCORES, use_tqdm=False)
@@ -88,7 +96,8 @@ def test_prefix_cache_serves_scored_requests(smollm2_path: Path) -> None:
         assert third.num_cached_tokens == second.num_cached_tokens
 
 
-def test_scores_survive_preemption(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_scores_survive_preemption(overlap: bool, smollm2_path: Path) -> None:
     texts = [LONG + tail for tail in TEXTS[:4]]
     params = SamplingParams(temperature=0.0, max_tokens=40, prompt_logprobs=0, ignore_eos=True)
     with engine(smollm2_path, dtype="float32", enable_prefix_caching=False) as llm:

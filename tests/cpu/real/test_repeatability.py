@@ -49,17 +49,27 @@ def test_batched_equals_solo(
         assert run(llm) == solo
 
 
-def test_reordered_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
-    with engine(smollm2_path, dtype=dtype, enable_prefix_caching=False) as llm:
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_reordered_equals_solo(
+    overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path
+) -> None:
+    settings = {"async_scheduling": overlap, "enable_prefix_caching": False}
+    with engine(smollm2_path, dtype=dtype, **settings) as llm:
         assert run(llm, (5, 3, 7, 0, 6, 2, 4, 1)) == solo
         assert run(llm, (1, 3, 6)) == [solo[1], solo[3], solo[6]]
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_chunked_equals_solo(chunk: int, dtype: str, solo: list[Any], smollm2_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "overlap"), [(chunk, index % 2 == 1) for index, chunk in enumerate(CHUNKS)]
+)
+def test_chunked_equals_solo(
+    chunk: int, overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path
+) -> None:
+    """Overlap with every other chunk size."""
     with engine(
         smollm2_path,
         dtype=dtype,
+        async_scheduling=overlap,
         long_prefill_token_threshold=chunk,
         max_num_batched_tokens=max(chunk, 16),
         enable_prefix_caching=False,
@@ -67,8 +77,9 @@ def test_chunked_equals_solo(chunk: int, dtype: str, solo: list[Any], smollm2_pa
         assert run(llm) == solo
 
 
-def test_warm_equals_cold(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
-    with engine(smollm2_path, dtype=dtype) as llm:
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_warm_equals_cold(overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path) -> None:
+    with engine(smollm2_path, dtype=dtype, async_scheduling=overlap) as llm:
         assert run(llm) == solo
         cold = llm.engine.core.stats()
         assert run(llm) == solo

@@ -12,7 +12,7 @@ import pytest
 from octavo import LLM
 from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.outputs import RequestOutputKind
-from tests.cpu.tiny.test_engine import PARAMS, PROMPTS, params, run, tiny, tokens
+from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, tiny, tokens
 
 
 def test_changing_an_output_does_not_reach_the_engine(tiny_model: Path) -> None:
