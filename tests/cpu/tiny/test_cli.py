@@ -194,6 +194,7 @@ def test_demo_tells_of_failed_requests_and_no_steps(
     monkeypatch.setattr(LLM, "stream", fail)
     status, out, _ = octavo(capsys, "demo", "x", *DUMMY)
     assert status == 1
+    assert "\nsteps                         0\n" in out
     assert out.endswith("! [1] no such luck\n")
 
 
