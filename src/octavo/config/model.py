@@ -6,6 +6,8 @@ missing, malformed or asks for something we do not build is refused here, by nam
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,13 @@ LoadFormat = Literal["safetensors", "gguf", "dummy"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 ARCHITECTURES = ("LlamaForCausalLM",)
 ROPE_KINDS = ("default", "linear", "llama3")
+
+# Far above any real model, so that a damaged config is refused and not tried.
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 4096
+MAX_CONTEXT = 2**24
+MAX_HEADS, MAX_HEAD_DIM = 512, 1024
+_FLOAT32 = (1.2e-38, 3.4e38)
 
 # GGUF says what the architecture is by its own short name.
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
@@ -68,6 +77,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    """Ids that end a text; those beyond the vocabulary were left out (see `token_ids`)."""
     attention_bias: bool = False
     """Biases on q, k, v and o."""
     mlp_bias: bool = False
@@ -91,35 +101,38 @@ class ModelConfig:
         for key, harmless in _UNSUPPORTED.items():
             value = config.get(key)
             if value is not None and value not in harmless:
-                raise ModelLoadError(f"{path}: {key}={value!r} is not supported")
-        hidden_size, num_heads = read.count("hidden_size"), read.count("num_attention_heads")
+                raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
+        hidden_size = read.count("hidden_size")
+        num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
         num_kv_heads = read.count("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
         if config.get("head_dim") is None and hidden_size % num_heads:
             raise read.error("head_dim", f"missing, and hidden_size/{num_heads} is no integer")
-        head_dim = read.count("head_dim", default=hidden_size // num_heads)
+        head_dim = read.count("head_dim", default=hidden_size // num_heads, limit=MAX_HEAD_DIM)
         if head_dim % 2:
             raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-        bos = _token_ids(config.get("bos_token_id"), "bos_token_id")
+        vocab_size = read.count("vocab_size")
+        bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
+        eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
         return cls(
             architecture=architecture,
             path=path,
             load_format=load_format,
             dtype=_dtype(dtype, config),
-            vocab_size=read.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=read.count("intermediate_size"),
-            num_layers=read.count("num_hidden_layers"),
+            num_layers=read.count("num_hidden_layers", limit=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=read.number("rms_norm_eps"),
             rope=_rope(config, read),
-            max_position_embeddings=read.count("max_position_embeddings"),
+            max_position_embeddings=read.count("max_position_embeddings", limit=MAX_CONTEXT),
             tie_word_embeddings=read.flag("tie_word_embeddings"),
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=_token_ids(config.get("eos_token_id"), "eos_token_id"),
+            eos_token_ids=eos,
             attention_bias=read.flag("attention_bias"),
             mlp_bias=read.flag("mlp_bias"),
         )
@@ -144,6 +157,8 @@ class ModelConfig:
         divisors = tuple(float(value) for value in frequency_divisors)
         if divisors and len(divisors) != config.head_dim // 2:
             raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
+        if not all(0 < value < math.inf for value in divisors):
+            raise ModelLoadError(f"{path}: rope_freqs.weight: not all positive and finite")
         return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
 
     @property
@@ -196,10 +211,10 @@ def _hf_from_gguf(
 ) -> dict[str, Any]:
     """The config.json that would say what the metadata say; missing values are None."""
     name = metadata.get("general.architecture")
-    if name not in _GGUF_ARCHITECTURES:
+    if not isinstance(name, str) or name not in _GGUF_ARCHITECTURES:
         supported = ", ".join(_GGUF_ARCHITECTURES)
         raise ModelLoadError(
-            f"{path}: general.architecture={name!r} is not supported (supported: {supported})"
+            f"{path}: general.architecture={shown(name)} is not supported (supported: {supported})"
         )
 
     def get(key: str) -> Any:
@@ -208,13 +223,17 @@ def _hf_from_gguf(
     rotated = get("rope.dimension_count")
     head_dim = get("attention.key_length") or rotated
     if rotated is not None and rotated != head_dim:
-        raise ModelLoadError(f"{path}: {name}.rope.dimension_count={rotated} is not head_dim")
+        raise ModelLoadError(
+            f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
+        )
     scaling: dict[str, Any] | None = None
     if get("rope.scaling.type") not in (None, "none"):
         scaling = {"type": get("rope.scaling.type"), "factor": get("rope.scaling.factor")}
     quantised = not set(tensor_types.values()) <= set(_GGUF_FLOATS)
     stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
     tokens = metadata.get("tokenizer.ggml.tokens", ())
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
     return {
         "architectures": [_GGUF_ARCHITECTURES[name]],
         "vocab_size": get("vocab_size") or len(tokens) or None,
@@ -260,35 +279,37 @@ class _Reader:
     def error(self, key: str, text: str) -> ConfigError:
         return ConfigError(f"{self.where}: {key}: {text}")
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Per-layer lists are refused: all layers must be alike."""
+    def count(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """An integer from 1 to `limit`. Per-layer lists are refused: all layers must be alike."""
         value = self.config.get(key)
         value = default if value is None else value
         if value is None:
             raise self.error(key, "missing")
         if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
-            raise self.error(key, f"differs per layer ({value!r}), which is not supported")
+            raise self.error(key, f"differs per layer ({shown(value)}), which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.error(key, f"{value!r} is not a positive integer")
+            raise self.error(key, f"{shown(value)} is not a positive integer")
+        if value > limit:
+            raise self.error(key, f"{shown(value)} is more than {limit}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """A positive number that a float32 holds."""
         value = self.config.get(key)
         value = default if value is None else value
         if value is None:
             raise self.error(key, "missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"{value!r} is not a number")
-        if not 0 < value < float("inf"):
-            raise self.error(key, f"{value!r} is not positive and finite")
+            raise self.error(key, f"{shown(value)} is not a number")
+        if not _FLOAT32[0] <= value <= _FLOAT32[1]:
+            raise self.error(key, f"{shown(value)} is not positive and finite in float32")
         return float(value)
 
     def flag(self, key: str) -> bool:
         """A boolean; missing or null is False."""
         value = self.config.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.error(key, f"{value!r} is not true or false")
+            raise self.error(key, f"{shown(value)} is not true or false")
         return bool(value)
 
 
@@ -300,24 +321,46 @@ def _architecture(config: Mapping[str, Any]) -> str:
         if name in ARCHITECTURES:
             return str(name)
     supported = ", ".join(ARCHITECTURES)
-    raise ModelLoadError(f"architectures={names} is not supported (supported: {supported})")
+    raise ModelLoadError(f"architectures={shown(names)} is not supported (supported: {supported})")
 
 
 def _dtype(asked: str, config: Mapping[str, Any]) -> DType:
-    name = asked
+    name: Any = asked
     if asked == "auto":
         # transformers 5 writes "dtype", older versions "torch_dtype".
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"dtype: {name!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if not isinstance(name, str) or name not in DTYPE_BYTES:
+        raise ConfigError(f"dtype: {shown(name)} is not one of {', '.join(DTYPE_BYTES)}")
     return cast(DType, name)
 
 
-def _token_ids(value: Any, key: str) -> tuple[int, ...]:
+def token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id, a list of them, or None for none; `where` names file and key in errors.
+
+    Negative ids are refused. Ids from vocab_size on are left out: some real configs name tokens
+    that their embedding does not have, and those can never be sampled.
+    """
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
-        raise ConfigError(f"{key}: {value!r} is not a token id or a list of them")
-    return tuple(values)
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in values):
+        raise ConfigError(f"{where}: {shown(value)} is not a token id or a list of them")
+    return tuple(dict.fromkeys(one for one in values if one < vocab_size))
+
+
+def shown(value: Any) -> str:
+    """A repr for error texts: short, and without exceptions for values of any depth or size."""
+    return _SHOWN.repr(value)
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 256 else f"<integer of {x.bit_length()} bits>"
+
+
+_SHOWN = _Repr()
 
 
 def _rope(config: Mapping[str, Any], read: _Reader) -> RopeConfig:
@@ -325,15 +368,15 @@ def _rope(config: Mapping[str, Any], read: _Reader) -> RopeConfig:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     scaling = config.get(key) or {}
     if not isinstance(scaling, Mapping):
-        raise read.error(key, f"{scaling!r} is not an object")
+        raise read.error(key, f"{shown(scaling)} is not an object")
     kind, legacy = scaling.get("rope_type"), scaling.get("type")
     if kind is not None and legacy is not None and kind != legacy:
-        raise read.error(key, f"rope_type={kind!r} and type={legacy!r} disagree")
+        raise read.error(key, f"rope_type={shown(kind)} and type={shown(legacy)} disagree")
     kind = kind or legacy or ("default" if "factor" not in scaling else None)
     if kind not in ROPE_KINDS:
         supported = ", ".join(ROPE_KINDS)
         raise ModelLoadError(
-            f"{read.where}: {key}: kind {kind!r} is not supported (supported: {supported})"
+            f"{read.where}: {key}: kind {shown(kind)} is not supported (supported: {supported})"
         )
     inner = _Reader(scaling, f"{read.where}: {key}")
     theta = inner.number("rope_theta", default=read.number("rope_theta", default=10000.0))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from octavo.config.engine import EngineArgs
-from octavo.config.model import LoadFormat, ModelConfig
+from octavo.config.model import LoadFormat, ModelConfig, token_ids
 from octavo.errors import ModelLoadError
 from octavo.weights import gguf, hub, safetensors
 
@@ -20,7 +18,7 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
     """
     path = hub.resolve_model_path(args.model, args.revision)
     load_format, dtype = args.load_format, args.dtype
-    if path.is_dir() and not (path / "config.json").exists():
+    if path.is_dir() and not safetensors.is_file(path / "config.json"):
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
             raise ModelLoadError(f"{path}: found no config.json, and {len(files)} .gguf files")
@@ -32,7 +30,7 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
         return gguf.read_config(gguf.GGUFFile(path), kind, dtype)
     if load_format == "gguf":
         raise ModelLoadError(f"{path}: load_format is gguf, but this is a folder with config.json")
-    config = _read_json(path / "config.json")
+    config = safetensors.read_json(path / "config.json")
     if load_format != "dummy" and not (config.get("dtype") or config.get("torch_dtype")):
         config["dtype"] = safetensors.stored_dtype(path)
     result = ModelConfig.from_hf(
@@ -41,19 +39,9 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
     return replace(result, eos_token_ids=_merge_eos(result, path))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: unreadable ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: not a JSON object")
-    return content
-
-
 def _merge_eos(config: ModelConfig, folder: Path) -> tuple[int, ...]:
     """Chat models often name their end-of-turn token in generation_config.json only."""
     path = folder / "generation_config.json"
-    extra = _read_json(path).get("eos_token_id") if path.exists() else None
-    ids = extra if isinstance(extra, list) else [] if extra is None else [extra]
+    extra = safetensors.read_json(path).get("eos_token_id") if path.exists() else None
+    ids = token_ids(extra, f"{path}: eos_token_id", config.vocab_size)
     return tuple(dict.fromkeys((*config.eos_token_ids, *ids)))

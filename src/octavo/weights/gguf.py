@@ -18,12 +18,15 @@ import gguf
 import numpy as np
 import torch
 
-from octavo.config.model import ModelConfig
+from octavo.config.model import ModelConfig, shown
 from octavo.errors import ModelLoadError
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
+# Far above any real file: what a header makes us build stays small even where the file is large.
+_MAX_VALUES = 2**24
+_MAX_ENTRIES = 2**20
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -61,10 +64,15 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            if path.stat().st_size < 24:
-                raise ModelLoadError(f"{path}: too short to be a GGUF file")
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            if not path.is_file():
+                raise ModelLoadError(f"looked for {path.absolute()}: no such file")
+            with path.open("rb") as file:
+                if path.stat().st_size < 24:
+                    raise ModelLoadError(f"{path}: too short to be a GGUF file")
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelLoadError(f"{path}: unreadable ({error})") from error
         self._at = 0
         self.metadata: dict[str, Any] = {}
         """Key -> Python value; arrays are lists."""
@@ -85,22 +93,24 @@ class GGUFFile:
         if version not in (2, 3):
             raise self._error(f"GGUF version {version} is not supported (supported: 2, 3)")
         num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
+        if max(num_tensors, num_keys) > _MAX_ENTRIES:
+            raise self._error(f"{num_tensors} tensors and {num_keys} keys: at most {_MAX_ENTRIES}")
         for _ in range(num_keys):
             key = self._string()
             if key in self.metadata:
-                raise self._error(f"duplicate key {key!r}")
+                raise self._error(f"duplicate key {shown(key)}")
             self.metadata[key] = self._value(self._unpack("I"))
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise self._error(f"general.alignment={alignment!r} is not a positive integer")
+            raise self._error(f"general.alignment={shown(alignment)} is not a positive integer")
         base = -(-self._at // alignment) * alignment
         for name, info in infos:
             start = base + info.offset
             if name in self.tensors:
-                raise self._error(f"duplicate tensor {name!r}")
+                raise self._error(f"duplicate tensor {shown(name)}")
             if start + info.num_bytes > len(self._bytes):
-                raise self._error(f"tensor {name!r} ends past the end of the file: truncated?")
+                raise self._error(f"tensor {shown(name)} ends past the end of the file: truncated?")
             self.tensors[name] = TensorInfo(info.shape, info.type, start, info.num_bytes)
 
     def _unpack(self, code: str) -> Any:
@@ -126,8 +136,8 @@ class GGUFFile:
         if kind != _ARRAY or depth > 4:
             raise self._error(f"unknown value type {kind}")
         inner, count = self._unpack("I"), self._unpack("Q")
-        if count > len(self._bytes) - self._at:
-            raise self._error(f"an array of {count} values does not fit the file")
+        if count > min(len(self._bytes) - self._at, _MAX_VALUES):
+            raise self._error(f"an array of {count} values does not fit the file, or {_MAX_VALUES}")
         if inner in _SCALARS:
             values = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self._bytes, self._at)
             self._at += struct.calcsize(f"<{count}{_SCALARS[inner]}")
@@ -137,17 +147,19 @@ class GGUFFile:
     def _tensor_info(self) -> tuple[str, TensorInfo]:
         """Name and info; the offset is still relative to the data section."""
         name, num_dims = self._string(), self._unpack("I")
-        if num_dims > _MAX_DIMS:
-            raise self._error(f"tensor {name!r} has {num_dims} dimensions")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise self._error(f"tensor {shown(name)} has {num_dims} dimensions")
         shape = tuple(self._unpack("Q") for _ in range(num_dims))[::-1]
+        if 0 in shape:
+            raise self._error(f"tensor {shown(name)} of shape {shape} is empty")
         number, offset = self._unpack("I"), self._unpack("Q")
         try:
             kind = gguf.GGMLQuantizationType(number)
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise self._error(f"tensor {name!r} has unknown type {number}") from error
-        if shape and shape[-1] % per_block:
-            raise self._error(f"tensor {name!r}: rows of {shape[-1]} are no whole blocks")
+            raise self._error(f"tensor {shown(name)} has unknown type {number}") from error
+        if shape[-1] % per_block:
+            raise self._error(f"tensor {shown(name)}: rows of {shape[-1]} are no whole blocks")
         num_bytes = math.prod(shape) // per_block * block_bytes
         return name, TensorInfo(shape, kind, offset, num_bytes)
 
@@ -164,7 +176,7 @@ class GGUFFile:
             values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), info.type)
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.path}: tensor {name!r}: type {info.type.name} cannot be dequantised"
+                f"{self.path}: tensor {shown(name)}: type {info.type.name} cannot be dequantised"
             ) from error
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(info.shape)
 
@@ -172,7 +184,11 @@ class GGUFFile:
 def read_config(file: GGUFFile, load_format: Any, dtype: Any) -> ModelConfig:
     """The file's ModelConfig; see ModelConfig.from_gguf."""
     types = {name: info.type.name for name, info in file.tensors.items()}
-    divisors = file.tensor(ROPE_FREQS).tolist() if ROPE_FREQS in file.tensors else ()
+    divisors: list[float] = []
+    if ROPE_FREQS in file.tensors:
+        if len(shape := file.tensors[ROPE_FREQS].shape) != 1:
+            raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has shape {shape}, expected one row")
+        divisors = file.tensor(ROPE_FREQS).tolist()
     return ModelConfig.from_gguf(
         file.metadata, types, file.path, load_format, dtype, frequency_divisors=divisors
     )

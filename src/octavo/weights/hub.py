@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo.errors import ModelLoadError
+from octavo.config.model import shown
+from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights.demo_model import find_demo_model
 
 DEMO = "demo"
@@ -20,31 +21,49 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     """The local folder or .gguf file for `model`, downloading a Hugging Face id if need be.
 
     A complete copy in the Hugging Face cache is used without network (HF_HUB_OFFLINE is honoured).
-    Raises ModelLoadError saying what was looked for and where.
+    Raises ModelLoadError saying what was looked for and where, ConfigError for a revision of
+    something that has none.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+        local = _local_path(model, path)
+    except (OSError, RuntimeError) as error:  # a name too long, a ~user that is not there
+        raise ModelLoadError(f"{shown(model)}: not a path ({error})") from error
+    if local is not None:
+        if revision is not None:
+            raise ConfigError(
+                f"revision={shown(revision)}: {local} is local; only a Hugging Face id has revisions"
+            )
+        return local
+    looked = f"{model!r}: no folder or file {path.absolute()}"
+    if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
+        raise ModelLoadError(f"{looked}, and not a Hugging Face id (owner/name)")
+    folder = _download(model, revision, looked)
+    if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        raise ModelLoadError(
+            f"{model!r}: the Hugging Face repository has no config.json. If it holds .gguf files, "
+            "download one of them and give its path as the model"
+        )
+    return folder
+
+
+def _local_path(model: str, path: Path) -> Path | None:
     if model == DEMO and not path.exists():
         return find_demo_model()
     if path.is_dir():
         return path
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelLoadError(f"{path} is a file, but not a .gguf file")
-        return path
-    looked = f"{model!r}: no folder or file {path.absolute()}"
-    if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
-        raise ModelLoadError(f"{looked}, and not a Hugging Face id (owner/name)")
-    return _download(model, revision, looked)
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelLoadError(f"{path} is a file, but not a .gguf file")
+    return path if path.is_file() else None
 
 
 def _download(model: str, revision: str | None, looked: str) -> Path:
     # Imported here: it takes half a second, and local models do not need it.
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the hub, the HTTP library and the disk have their own each
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelLoadError(

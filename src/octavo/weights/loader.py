@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from octavo.attention.base import AttentionBackend
+from octavo.config import machine
 from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
 from octavo.models import registry
@@ -21,11 +22,53 @@ _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 def load_model(
     config: ModelConfig, backend: AttentionBackend, device: torch.device, seed: int = 0
 ) -> DecoderModel:
-    """Build the model, fill and pack its weights. `seed` matters for load_format dummy only."""
+    """Build the model, fill and pack its weights. `seed` matters for load_format dummy only.
+
+    Before anything is built, the shapes that the config asks for are compared with the
+    checkpoint's, and the bytes with the free memory; ModelLoadError names what does not fit.
+    """
+    _check_shapes(config)
+    _check_memory(config)
     model = registry.build_model(config, backend, device)
     load_weights(model, config, seed)
     model.finalize()
     return model
+
+
+def _check_memory(config: ModelConfig) -> None:
+    # While the rotary tables are made, the angles stand beside cos and sin, fp32 each.
+    rotary = 3 * config.max_position_embeddings * (config.head_dim // 2) * 4
+    needed, available = config.weight_bytes() + rotary, machine.available_memory()
+    if needed > available:
+        raise ModelLoadError(
+            f"{config.path}: the model takes {needed} bytes ({config.weight_bytes()} of weights, "
+            f"{rotary} of rotary tables for max_position_embeddings="
+            f"{config.max_position_embeddings}), and {available} bytes of memory are available"
+        )
+
+
+def _check_shapes(config: ModelConfig) -> None:
+    """Reads headers only, so that a wrong config cannot ask for more than the files hold."""
+    if config.load_format == "dummy":
+        return
+    held: Iterable[tuple[str, tuple[int, ...]]]
+    if config.load_format == "gguf":
+        infos = gguf.GGUFFile(config.path).tensors
+        held = ((gguf.hf_name(name), info.shape) for name, info in infos.items())
+    else:  # memory-mapped: no data is read
+        held = ((n, tuple(t.shape)) for n, t in safetensors.iterate_tensors(config.path))
+    waiting = registry.weight_map(config)
+    for name, shape in held:
+        target = waiting.pop(name, None)
+        if target is not None:
+            _check_shape(str(config.path), name, shape, target)
+    if waiting:
+        raise ModelLoadError(f"{config.path}: missing tensors: {_names(waiting)}")
+
+
+def _check_shape(where: str, name: str, shape: tuple[int, ...], target: WeightTarget) -> None:
+    if shape != target.shape:
+        raise ModelLoadError(f"{where}: {name} has shape {shape}, expected {target.shape}")
 
 
 def load_weights(model: DecoderModel, config: ModelConfig, seed: int = 0) -> None:
@@ -76,10 +119,7 @@ def fill(
                 raise ModelLoadError(f"{where}: {name} appears twice")
             extra.append(name)
             continue
-        if tuple(tensor.shape) != target.shape:
-            raise ModelLoadError(
-                f"{where}: {name} has shape {tuple(tensor.shape)}, expected {target.shape}"
-            )
+        _check_shape(where, name, tuple(tensor.shape), target)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelLoadError(f"{where}: {name} has dtype {tensor.dtype}, expected a float")
         rows = slice(target.start, target.start + target.shape[0])

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from octavo.config.model import shown
 from octavo.errors import ModelLoadError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_MAX_JSON_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint. Raises ModelLoadError naming the file."""
+    try:
+        if not path.is_file():
+            raise ModelLoadError(f"{path}: no such file")
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path}: {size} bytes are more than {_MAX_JSON_BYTES}")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: unreadable ({error})") from error
+    except RecursionError:
+        raise ModelLoadError(f"{path}: unreadable (nested too deeply)") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: not a JSON object")
+    return content
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,7 +52,11 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 if name in seen:
                     raise ModelLoadError(f"{folder}: {name} is in {seen[name]} and in {shard}")
                 seen[name] = shard
-                yield name, file.get_tensor(name)
+                try:
+                    tensor = file.get_tensor(name)
+                except Exception as error:  # the library raises its own, and torch's
+                    raise ModelLoadError(f"{folder / shard}: {name}: {error}") from error
+                yield name, tensor
 
 
 def stored_dtype(folder: Path) -> str:
@@ -53,22 +76,34 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
         if not found:
             raise ModelLoadError(f"{folder}: found neither {SINGLE} nor {INDEX}")
         raise ModelLoadError(f"{folder}: {INDEX} is missing, but there are shards: {found}")
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        shards: dict[str, set[str] | None] = {}
-        for name, shard in weight_map.items():
-            # A plain name, so that an index cannot point out of its folder.
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise ModelLoadError(f"{index}: {name}: bad file name {shard!r}")
-            names = shards.setdefault(shard, set())
-            assert names is not None
-            names.add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index}: not a safetensors index ({error!r})") from error
-    missing = sorted(shard for shard in shards if not (folder / shard).exists())
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise ModelLoadError(f"{index}: weight_map: {shown(weight_map)} is not an object")
+    shards: dict[str, set[str] | None] = {}
+    for name, shard in weight_map.items():
+        # A plain name, so that an index cannot point out of its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
+            raise ModelLoadError(f"{index}: {name}: bad file name {shown(shard)}")
+        names = shards.setdefault(shard, set())
+        assert names is not None
+        names.add(name)
+    missing = sorted(shard for shard in shards if not is_file(folder / shard))
     if missing:
-        raise ModelLoadError(f"{folder}: shards named in {INDEX} are missing: {', '.join(missing)}")
+        raise ModelLoadError(f"{folder}: shards named in {INDEX} are missing: {_listed(missing)}")
     return shards
+
+
+def is_file(path: Path) -> bool:
+    """Like Path.is_file, and False for what the system refuses to look at."""
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have, or a folder that may not be read
+        return False
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(name if len(name) <= 255 else shown(name) for name in names[:8]) + more
 
 
 def _open(path: Path) -> Any:
@@ -81,7 +116,7 @@ def _open(path: Path) -> Any:
 def _difference(expected: set[str], found: set[str]) -> str:
     parts = []
     if missing := sorted(expected - found):
-        parts.append(f"lacks {', '.join(missing)}, which {INDEX} places here")
+        parts.append(f"lacks {_listed(missing)}, which {INDEX} places here")
     if extra := sorted(found - expected):
-        parts.append(f"holds {', '.join(extra)}, which {INDEX} does not place here")
+        parts.append(f"holds {_listed(extra)}, which {INDEX} does not place here")
     return "; ".join(parts)

@@ -55,11 +55,81 @@ def test_missing_field_is_named(key: str) -> None:
         ("attention_bias", 1),
         ("dtype", "int4"),
         ("eos_token_id", "</s>"),
+        ("eos_token_id", -1),
+        ("eos_token_id", [[1]]),
+        ("dtype", ["bfloat16"]),
+        ("dtype", {"a": 1}),
+        ("rms_norm_eps", 10**400),
+        ("rms_norm_eps", 1e300),
+        ("rope_theta", 10**400),
+        ("rope_scaling", [1]),
+        ("hidden_size", 2**31),
+        ("hidden_size", 10**4000),
+        ("vocab_size", 10**13),
+        ("intermediate_size", 10**400),
+        ("head_dim", 1026),
+        ("num_attention_heads", 514),
+        ("num_hidden_layers", 4097),
+        ("max_position_embeddings", 2**24 + 1),
     ],
 )
 def test_bad_value_is_named(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         read(**{key: value})
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("value", [["bfloat16"], {"text": "bfloat16"}, 10**4000])
+def test_a_dtype_of_the_wrong_kind_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        read(**{"dtype": None, name: value})
+
+
+@pytest.mark.parametrize("key", ["factor", "rope_theta", "low_freq_factor", "high_freq_factor"])
+@pytest.mark.parametrize("value", [10**400, "8", 0, float("inf"), [1]])
+def test_bad_rope_numbers_are_named(key: str, value: object) -> None:
+    good = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": "llama3", "original_max_position_embeddings": 64, **good, key: value}
+    with pytest.raises(ConfigError, match=f"rope_scaling: {key}"):
+        read(rope_scaling=scaling)
+
+
+GGUF = {
+    "general.architecture": "llama",
+    "llama.vocab_size": 9,
+    "llama.embedding_length": 16,
+    "llama.feed_forward_length": 16,
+    "llama.block_count": 1,
+    "llama.attention.head_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": 8,
+    "llama.attention.key_length": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", ["llama"]),
+        ("general.architecture", 10**4000),
+        ("tokenizer.ggml.tokens", 5),
+        ("tokenizer.ggml.eos_token_id", "x"),
+        ("llama.rope.dimension_count", 12),
+        ("llama.rope.scaling.type", ["linear"]),
+    ],
+)
+def test_bad_gguf_metadata_is_named(key: str, value: object) -> None:
+    ModelConfig.from_gguf(GGUF, {}, Path("x"))
+    field = {"tokenizer.ggml.eos_token_id": "eos_token_id", "llama.rope.scaling.type": "kind"}
+    with pytest.raises((ConfigError, ModelLoadError), match=field.get(key, key)):
+        ModelConfig.from_gguf({**GGUF, key: value}, {}, Path("x"))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_frequency_divisors_are_named(bad: float) -> None:
+    divisors = [1.0] * 7 + [bad]
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight: not all positive"):
+        ModelConfig.from_gguf(GGUF, {}, Path("x"), frequency_divisors=divisors)
 
 
 @pytest.mark.parametrize(
