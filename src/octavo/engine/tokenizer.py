@@ -7,6 +7,7 @@ that a stream of tokens can be decoded exactly and in linear time. Knows no requ
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any
 
 import tokenizers
 
-from octavo.engine.gguf_tokenizer import build_bpe
+from octavo.config.model import shown
+from octavo.engine.gguf_tokenizer import build_bpe, call_library
 from octavo.errors import ModelLoadError
 from octavo.weights.gguf import GGUFFile
+from octavo.weights.safetensors import is_file, read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_VOCAB = 2**24  # far above any real one; ids beyond it are damage
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -31,7 +36,13 @@ class Tokenizer:
         special_tokens_map: Mapping[str, str] | None = None,
         add_bos: bool = False,
         chat_template: str | None = None,
+        source: str = "tokenizer",
     ) -> None:
+        """`source` names the file in errors.
+
+        Raises ModelLoadError for a vocabulary that cannot be used, and for an eos_token, or a
+        bos_token that is to be added, that is not in it.
+        """
         self.backend = backend
         self.special_tokens_map = dict(special_tokens_map or {})
         """bos_token, eos_token, unk_token, pad_token as text, those that exist."""
@@ -39,13 +50,24 @@ class Tokenizer:
         """Jinja source, or None."""
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
+        for name, token_id in (("eos_token", self.eos_token_id), ("bos_token", self.bos_token_id)):
+            if token_id is None and name in self.special_tokens_map and (add_bos or name[0] == "e"):
+                text = shown(self.special_tokens_map[name])
+                raise ModelLoadError(f"{source}: {name} {text} is not in the vocabulary")
         self._add_bos = add_bos and self.bos_token_id is not None
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        # A file may ask to cut or fill up texts for training; a prompt is taken as it is.
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         """Largest token id plus one."""
+        if not 0 < self.vocab_size <= _MAX_VOCAB:
+            raise ModelLoadError(
+                f"{source}: a vocabulary of {self.vocab_size} ids (supported: 1 to {_MAX_VOCAB})"
+            )
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level, self._strip_first_space = _decoding_kind(backend)
-        self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
@@ -53,41 +75,54 @@ class Tokenizer:
         meta = GGUFFile(Path(path)).metadata
         backend = build_bpe(meta, str(path))
         named = {}
-        for name, key in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):
-            token_id = meta.get(f"tokenizer.ggml.{key}_token_id")
-            token = backend.id_to_token(token_id) if token_id is not None else None
-            if token is not None:
+        for name, short in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):
+            key = f"tokenizer.ggml.{short}_token_id"
+            if (token_id := meta.get(key)) is not None:
+                token = backend.id_to_token(token_id) if _is_id(token_id) else None
+                if token is None:
+                    raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
         # Without the key, llama.cpp starts every Llama 3 text with BOS.
         default_bos = meta.get("tokenizer.ggml.pre") == "llama-bpe"
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", default_bos)),
-            chat_template=meta.get("tokenizer.chat_template"),
+            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), default_bos),
+            chat_template=_default_template(
+                meta.get("tokenizer.chat_template"), f"{path}: tokenizer.chat_template"
+            ),
+            source=str(path),
         )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """From tokenizer.json and, where present, tokenizer_config.json and chat_template.jinja."""
         folder = Path(folder)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelLoadError(f"no tokenizer: looked for {file}")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as exc:  # the library raises bare Exception for malformed files
-            raise ModelLoadError(f"{file}: {exc}") from exc
-        config = _read_json(folder / "tokenizer_config.json")
-        saved = {**_read_json(folder / "special_tokens_map.json"), **config}
-        named = {name: token for name in _NAMED if (token := _token_text(saved.get(name)))}
+        file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        if not is_file(file):
+            raise ModelLoadError(f"no tokenizer: looked for {shown(str(file.absolute()))}")
+        backend = call_library(str(file), lambda: tokenizers.Tokenizer.from_file(str(file)))
+        config: dict[str, Any] = {}
+        named: dict[str, str] = {}
+        for source in (folder / "special_tokens_map.json", settings_file):  # the second wins
+            config = read_json(source) if is_file(source) else {}
+            for name in _NAMED:
+                if name in config:
+                    named.pop(name, None)
+                    if text := _token_text(config[name], f"{source}: {name}"):
+                        named[name] = text
         jinja = folder / "chat_template.jinja"
-        template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
+        if is_file(jinja):
+            template: str | None = _read_text(jinja)
+        else:
+            where = f"{settings_file}: chat_template"
+            template = _default_template(config.get("chat_template"), where)
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=config.get("add_bos_token") is True,
-            chat_template=_default_template(template),
+            add_bos=_flag(config, "add_bos_token", str(settings_file), False),
+            chat_template=template,
+            source=str(folder),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -109,22 +144,14 @@ class Tokenizer:
         """What one token adds to the text inside a longer sequence; b"" for unknown ids."""
         if not 0 <= token_id < self.vocab_size:
             return b""
-        known = self._bytes[token_id]
+        known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
-    def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token, or None."""
-        return self.backend.id_to_token(token_id) if token_id >= 0 else None
-
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, or None."""
         return self.backend.token_to_id(token)
-
-    def is_special(self, token_id: int) -> bool:
-        """True for control tokens, which skip_special_tokens removes from the text."""
-        return token_id in self.special_token_ids
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
@@ -139,7 +166,7 @@ class Tokenizer:
             if all(char in table for char in token):
                 return bytes(table[char] for char in token)
             return token.encode("utf-8")  # an added token with characters outside the byte alphabet
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if _BYTE.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode("utf-8")
 
@@ -179,23 +206,39 @@ def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
     raise ModelLoadError(f"tokenizer.json: decoder {state or None} is not supported")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_text(path: Path) -> str:
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except ValueError as exc:
-        raise ModelLoadError(f"{path}: {exc}") from exc
-    if not isinstance(data, dict):
-        raise ModelLoadError(f"{path}: not an object")
-    return data
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ModelLoadError(f"{path}: unreadable ({exc})") from exc
 
 
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_VOCAB
 
 
-def _default_template(value: Any) -> str | None:
-    if isinstance(value, list):  # several named templates
-        value = next((t.get("template") for t in value if t.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+def _flag(config: Mapping[str, Any], key: str, where: str, default: bool) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelLoadError(f"{where}: {key}: {shown(value)} is not true or false")
+    return default if value is None else value
+
+
+def _token_text(value: Any, where: str) -> str | None:
+    """A special token: text, an object with `content`, or null."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str) and value is not None:
+        raise ModelLoadError(f"{where}: {shown(value)} is not a token")
+    return text
+
+
+def _default_template(value: Any, where: str) -> str | None:
+    """Jinja source, the one named default of several (an object, or a list of name and template)"""
+    if isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value):
+        named = [one for one in value if one["name"] == "default"]
+        value = named[0].get("template") if named else None
+    elif isinstance(value, dict):
+        value = value.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelLoadError(f"{where}: {shown(value)} is not text or a list of named templates")
+    return value
