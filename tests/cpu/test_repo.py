@@ -60,7 +60,7 @@ def part_of(path: Path) -> str:
 
 
 def allowed(importer: str, imported: str) -> bool:
-    if importer == imported or importer in ("cli", "__init__"):
+    if importer == imported or importer in ("cli", "__init__", "__main__"):
         return True
     if importer in TOOLS:
         return imported in TOOLS_MAY_USE

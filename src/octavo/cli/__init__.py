@@ -6,10 +6,12 @@ A verb module defines `add_arguments(parser)` and `run(args) -> int` (the exit s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from octavo import __version__, env
 from octavo.errors import OctavoError
@@ -26,11 +28,21 @@ VERBS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line for a bad command line, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"octavo: error: {message} (options: {self.prog} --help)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit status; a deliberate error is one line on stderr and 2.
 
     If whoever reads stdout has closed it, the status is 141, as for a process ended by SIGPIPE.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (lives as long as we do)
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -39,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return 141
+    except (OSError, UnicodeError) as error:  # a full disk, a terminal that cannot show the text
+        _drop_stdout()
+        print(f"octavo: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -47,7 +63,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _without_verb(arguments)
     name, rest = arguments[0], arguments[1:]
     verb = importlib.import_module(f"octavo.cli.{name}")
-    parser = argparse.ArgumentParser(prog=f"octavo {name}", description=VERBS[name])
+    parser = _Parser(prog=f"octavo {name}", description=VERBS[name])
     verb.add_arguments(parser)
     # Intermixed: prompts may stand before, between and after options.
     nested = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
@@ -65,7 +81,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _drop_stdout() -> None:
     """Send the rest of stdout nowhere; else Python complains when it flushes it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no descriptor of its own
+        os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 

@@ -279,3 +279,17 @@ def test_chat_sets_and_shows_only_what_it_uses(
     out = capsys.readouterr().out
     assert out.count("is not a sampling parameter that can be set") == 2
     assert "prompt_logprobs" not in out
+
+
+def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
+    """Standard streams may be closed, and stdout may refuse what is written."""
+    command = f"{sys.executable} -m octavo"
+    for line, status in (
+        (f"{command} info {letters} --load-format dummy > /dev/full", 2),
+        (f"{command} generate {letters} --load-format dummy <&-", 2),
+        (f"{command} info {letters} --load-format dummy 2>&-", 0),
+    ):
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) <= 1

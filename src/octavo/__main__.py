@@ -1,0 +1,7 @@
+"""`python -m octavo` is the `octavo` command."""
+
+import sys
+
+from octavo.cli import main
+
+sys.exit(main())
