@@ -7,6 +7,7 @@ apply_chat_template renders; what the template refuses is the caller's error.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +18,16 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from octavo.config.model import shown
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+_JINJA = re.compile(r"\{[{%#]")
+_MAX_DEPTH, _MAX_VALUES = 64, 2**17  # of what a caller hands to a template
+_MAX_BITS, _MAX_LENGTH = 2**14, 2**24  # of what a template's ** and * may make
 
 
 class ChatTemplate:
@@ -31,6 +36,8 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, special_tokens_map: Mapping[str, str] | None = None
     ) -> None:
+        if source is not None and not isinstance(source, str):
+            raise ConfigError(f"chat_template: must be text, not {shown(source)}")
         self.source = source
         self._special_tokens = dict(special_tokens_map or {})
         self._template: jinja2.Template | None = None
@@ -43,6 +50,9 @@ class ChatTemplate:
                 self._takes_tools = "tools" in variables
             except jinja2.TemplateSyntaxError as exc:
                 raise ConfigError(f"chat_template: line {exc.lineno}: {exc.message}") from exc
+            except Exception as exc:
+                # Compiling runs constant expressions and Python's own compiler on foreign text.
+                raise ConfigError(f"chat_template: cannot be compiled: {_reason(exc)}") from exc
 
     @classmethod
     def load(cls, source_or_path: str | None, tokenizer: Tokenizer | None) -> ChatTemplate:
@@ -50,16 +60,35 @@ class ChatTemplate:
         source = source_or_path
         if source is None:
             source = tokenizer.chat_template if tokenizer is not None else None
-        elif "{" not in source:  # no template is without braces; a path hardly has them
-            path = Path(source)
-            if not path.is_file():
-                raise ConfigError(f"chat_template: looked for {path.absolute()}: no such file")
-            source = path.read_text("utf-8")
+        elif not isinstance(source, str):
+            raise ConfigError(f"chat_template: must be text, not {shown(source)}")
+        elif not _JINJA.search(source):  # no template is without; a path hardly has them
+            try:
+                source = Path(source).read_text("utf-8")
+            except FileNotFoundError as exc:
+                looked = shown(str(Path(source).absolute()))
+                raise ConfigError(f"chat_template: looked for {looked}: no such file") from exc
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"chat_template: {shown(source)}: unreadable ({exc})") from exc
         return cls(source, tokenizer.special_tokens_map if tokenizer is not None else None)
 
     def with_source(self, source: str) -> ChatTemplate:
-        """The same special tokens with another template."""
-        return ChatTemplate(source, self._special_tokens)
+        """The same special tokens with the template that one request gives.
+
+        Raises InvalidRequestError for what is no Jinja template. Paths are not read: a request may
+        come from afar.
+        """
+        if not isinstance(source, str):
+            raise InvalidRequestError("chat_template", f"must be text, not {shown(source)}")
+        if not _JINJA.search(source):
+            raise InvalidRequestError(
+                "chat_template", f"{shown(source)} holds no Jinja; a path is not read for a request"
+            )
+        try:
+            return ChatTemplate(source, self._special_tokens)
+        except ConfigError as exc:
+            text = str(exc).removeprefix("chat_template: ")
+            raise InvalidRequestError("chat_template", text) from exc
 
     def render(
         self,
@@ -67,19 +96,25 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation. It already holds BOS where the template writes it.
 
         continue_final_message leaves the last message open, for the model to go on with it.
-        kwargs are further variables of the template (chat_template_kwargs).
+        template_kwargs are further variables of the template (chat_template_kwargs).
         """
         if self._template is None:
             raise InvalidRequestError(
                 "chat_template", "this model has no chat template; give one, or use a text prompt"
             )
-        for name in kwargs.keys() & _RESERVED:
-            raise InvalidRequestError("chat_template_kwargs", f"{name} is not a template variable")
+        given = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        for name, value in given.items():
+            if not isinstance(value, bool):
+                raise InvalidRequestError(name, f"must be true or false, not {shown(value)}")
+        extra = _checked_kwargs(template_kwargs)
         chat = normalise_messages(messages)
         if continue_final_message:
             if add_generation_prompt:
@@ -91,19 +126,23 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
-            **kwargs,
+            **extra,
             "messages": chat,
-            "tools": self._checked_tools(tools) if tools else None,
+            "tools": self._checked_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(variables)
         return _cut_at_tag(text, final) if continue_final_message else text
 
-    def _checked_tools(self, tools: Sequence[Mapping[str, Any]]) -> Any:
+    def _checked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        if tools is None:
+            return None
+        if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
+            raise InvalidRequestError("tools", f"must be a list of objects, not {shown(tools)}")
+        if not tools:
+            return None
         if not self._takes_tools:
             raise InvalidRequestError("tools", "the chat template has no place for tools")
-        if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
-            raise InvalidRequestError("tools", f"must be a list of objects, not {tools!r}")
         return _plain("tools", list(tools))
 
     def _run(self, variables: dict[str, Any]) -> str:
@@ -115,12 +154,32 @@ class ChatTemplate:
         except UnicodeEncodeError as exc:
             raise InvalidRequestError("messages", f"not valid Unicode: {exc.reason}") from None
         except jinja2.TemplateError as exc:
-            raise InvalidRequestError("messages", exc.message or "refused by the template") from exc
+            raise InvalidRequestError("messages", _reason(exc)) from exc
         except Exception as exc:
             # A template is foreign code: whatever it does with these messages, only they fail.
             raise InvalidRequestError(
-                "messages", f"the chat template failed: {type(exc).__name__}: {exc}"
+                "messages", f"the chat template failed: {type(exc).__name__}: {_reason(exc)}"
             ) from exc
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    field = "chat_template_kwargs"
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(field, f"must be an object, not {shown(kwargs)}")
+    plain: dict[str, Any] = _plain(field, kwargs)
+    for name in sorted(plain.keys() & _RESERVED):
+        raise InvalidRequestError(field, f"{name} is not a template variable")
+    return plain
+
+
+def _reason(exc: Exception) -> str:
+    """An exception's text; some cannot say it (a number of more digits than Python prints)."""
+    try:
+        return str(exc) or type(exc).__name__
+    except Exception:
+        return type(exc).__name__
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -134,11 +193,11 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise InvalidRequestError(field, f"must be an object, not {message!r}")
+            raise InvalidRequestError(field, f"must be an object, not {shown(message)}")
         plain = {key: value for key, value in _plain(field, message).items() if value is not None}
         if plain.get("role") not in ROLES:
             raise InvalidRequestError(
-                f"{field}.role", f"{plain.get('role')!r} is not one of {', '.join(ROLES)}"
+                f"{field}.role", f"{shown(plain.get('role'))} is not one of {', '.join(ROLES)}"
             )
         plain["content"] = _content_text(f"{field}.content", plain.get("content"))
         if "tool_calls" in plain:
@@ -153,20 +212,23 @@ def _content_text(field: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(field, f"must be text or a list of text parts, not {content!r}")
+        raise InvalidRequestError(
+            field, f"must be text or a list of text parts, not {shown(content)}"
+        )
     texts = []
     for i, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
             continue
         if not isinstance(part, dict):
-            raise InvalidRequestError(f"{field}[{i}]", f"must be a text part, not {part!r}")
+            raise InvalidRequestError(f"{field}[{i}]", f"must be a text part, not {shown(part)}")
         if part.get("type") != "text":
             raise InvalidRequestError(
-                f"{field}[{i}].type", f"{part.get('type')!r} parts are not supported, only text"
+                f"{field}[{i}].type",
+                f"{shown(part.get('type'))} parts are not supported, only text",
             )
         if not isinstance(text := part.get("text"), str):
-            raise InvalidRequestError(f"{field}[{i}].text", f"must be text, not {text!r}")
+            raise InvalidRequestError(f"{field}[{i}].text", f"must be text, not {shown(text)}")
         texts.append(text)
     return "\n".join(texts)
 
@@ -174,36 +236,59 @@ def _content_text(field: str, content: Any) -> str:
 def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     """Templates print arguments with tojson, the API sends them as JSON text: parse them."""
     if not isinstance(calls, list):
-        raise InvalidRequestError(field, f"must be a list, not {calls!r}")
+        raise InvalidRequestError(field, f"must be a list, not {shown(calls)}")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(f"{field}[{i}].function", "must be an object with a name")
-        arguments = function.get("arguments") or {}
+        where = f"{field}[{i}].function.arguments"
+        arguments = function.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as exc:
-                raise InvalidRequestError(
-                    f"{field}[{i}].function.arguments", f"is not JSON: {exc}"
-                ) from None
+            except (ValueError, RecursionError) as exc:
+                raise InvalidRequestError(where, f"is not JSON: {exc}") from None
+            arguments = _plain(where, arguments)
         if not isinstance(arguments, dict):
-            raise InvalidRequestError(f"{field}[{i}].function.arguments", "must be an object")
+            raise InvalidRequestError(where, "must be an object")
         function["arguments"] = arguments
     return calls
 
 
 def _plain(field: str, value: Any) -> Any:
     """A copy out of JSON types only, so that a template is handed nothing it could call."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(f"{field}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(f"{field}[{i}]", item) for i, item in enumerate(value)]
-    if isinstance(value, str):
-        return str.__str__(value)  # an enum
-    raise InvalidRequestError(field, f"{type(value).__name__} is not a JSON value")
+    return _Copy().of(field, value, 0)
+
+
+class _Copy:
+    """One copy, of bounded depth and size: a structure may hold itself, or one part many times."""
+
+    def __init__(self) -> None:
+        self.left = _MAX_VALUES
+
+    def of(self, field: str, value: Any, depth: int) -> Any:
+        """The copy of `value`, found at `field`."""
+        self.left -= 1
+        if depth > _MAX_DEPTH:
+            raise InvalidRequestError(field, f"is nested deeper than {_MAX_DEPTH} levels")
+        if self.left < 0:
+            raise InvalidRequestError(field, f"has more than {_MAX_VALUES} values around it")
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        if isinstance(value, Mapping):
+            if bad := [key for key in value if not isinstance(key, str)]:
+                raise InvalidRequestError(field, f"the key {shown(bad[0])} is not text")
+            return {
+                str.__str__(key): self.of(f"{field}.{key[:64]}", item, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.of(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+        if isinstance(value, str):
+            return str.__str__(value)  # an enum
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a JSON value")
 
 
 def _cut_at_tag(text: str, final: str) -> str:
@@ -218,8 +303,27 @@ def _cut_at_tag(text: str, final: str) -> str:
     return text[:at].rstrip()  # the template trims messages, so trim what came before the tag
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also keeps * and ** from filling the memory, when compiled and when rendered."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The product or power, or OverflowError."""
+        if isinstance(left, int) and isinstance(right, int):
+            power = operator == "**"
+            bits = left.bit_length() * right if power else left.bit_length() + right.bit_length()
+            if bits > _MAX_BITS:
+                raise OverflowError(f"a number of more than {_MAX_BITS} bits")
+        for one, other in ((left, right), (right, left)):
+            sequence = isinstance(one, str | list | tuple)
+            if sequence and isinstance(other, int) and len(one) * other > _MAX_LENGTH:
+                raise OverflowError(f"a product longer than {_MAX_LENGTH}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -257,4 +361,4 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(str(message) or "refused by the template")

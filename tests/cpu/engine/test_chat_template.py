@@ -71,7 +71,9 @@ def test_equals_transformers(smollm2, reference_tokenizer, source, messages, gen
         enable_thinking=True,
     )
     template = ChatTemplate.load(source, smollm2)
-    found = template.render(messages, generate, tools=tools, enable_thinking=True)
+    found = template.render(
+        messages, generate, tools=tools, template_kwargs={"enable_thinking": True}
+    )
     assert found == expected
 
 
@@ -215,7 +217,7 @@ def test_options_are_checked():
     with pytest.raises(InvalidRequestError, match="no place for tools"):
         template.render([USER], tools=TOOLS)
     with pytest.raises(InvalidRequestError) as caught:
-        template.render([USER], documents=[], **{"tools ": 1, "bos_token": "\ud800"})
+        template.render([USER], template_kwargs={"tools ": 1, "bos_token": "\ud800"})
     assert caught.value.field == "messages"
 
 
