@@ -96,8 +96,7 @@ def test_prefix_cache_serves_scored_requests(overlap: bool, smollm2_path: Path) 
         assert third.num_cached_tokens == second.num_cached_tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
-def test_scores_survive_preemption(overlap: bool, smollm2_path: Path) -> None:
+def test_scores_survive_preemption(smollm2_path: Path) -> None:
     texts = [LONG + tail for tail in TEXTS[:4]]
     params = SamplingParams(temperature=0.0, max_tokens=40, prompt_logprobs=0, ignore_eos=True)
     with engine(smollm2_path, dtype="float32", enable_prefix_caching=False) as llm:
