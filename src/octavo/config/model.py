@@ -221,7 +221,7 @@ def _hf_from_gguf(
         return metadata.get(f"{name}.{key}")
 
     rotated = get("rope.dimension_count")
-    head_dim = get("attention.key_length") or rotated
+    head_dim = metadata.get(f"{name}.attention.key_length", rotated)
     if rotated is not None and rotated != head_dim:
         raise ModelLoadError(
             f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
@@ -236,7 +236,7 @@ def _hf_from_gguf(
         raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
     return {
         "architectures": [_GGUF_ARCHITECTURES[name]],
-        "vocab_size": get("vocab_size") or len(tokens) or None,
+        "vocab_size": metadata.get(f"{name}.vocab_size", len(tokens) or None),
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
