@@ -17,7 +17,7 @@ import tokenizers
 
 from octavo.config.model import shown
 from octavo.engine.gguf_tokenizer import build_bpe, call_library
-from octavo.errors import ModelLoadError
+from octavo.errors import InvalidRequestError, ModelLoadError
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.safetensors import is_file, read_json
 
@@ -126,8 +126,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with BOS first where the model wants it and not twice."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`, with BOS first where the model wants it and not twice.
+
+        Raises InvalidRequestError for a text that this vocabulary cannot spell.
+        """
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as exc:  # the library raises bare Exception
+            raise InvalidRequestError("prompt", f"cannot be made into tokens: {exc}") from exc
         if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)

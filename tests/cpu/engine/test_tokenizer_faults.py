@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from octavo.engine.gguf_tokenizer import build_bpe
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.errors import ModelLoadError
+from octavo.errors import InvalidRequestError, ModelLoadError
 from tests.cpu.engine.helpers import BYTE_CHARS, SPECIALS, byte_tokenizer
 
 HUGE = 10**400
@@ -29,7 +29,12 @@ def bpe(vocab) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("last", [None, 2**24, 2**31, 2**32 - 1])
 def test_a_vocabulary_without_tokens_or_with_absurd_ids_is_refused(tmp_path, last):
-    bpe({} if last is None else {"a": 0, "b": last}).save(str(tmp_path / "tokenizer.json"))
+    # Edited as text: the library itself counts through all ids when it writes them.
+    path = tmp_path / "tokenizer.json"
+    bpe({}).save(str(path))
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] = {} if last is None else {"a": 0, "b": last}
+    path.write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match="a vocabulary of"):
         load_tokenizer(tmp_path)
 
@@ -101,6 +106,16 @@ def test_tokens_that_only_look_like_bytes_are_text():
     backend = tokenizers.Tokenizer(models.BPE(vocab={"<0xZZ>": 0, "<0x41>": 1}, merges=[]))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     assert Tokenizer(backend).decode([0, 1]) == "<0xZZ>A"
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_is_the_requests_error():
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab={"a": 0}))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a") == [0]
+    for text in ("b", "\ud800"):
+        with pytest.raises(InvalidRequestError, match="prompt: cannot be made into tokens"):
+            tokenizer.encode(text)
 
 
 GOOD = {
