@@ -101,11 +101,6 @@ class EngineCore:
         while self.has_work():
             self.step()
 
-    @property
-    def num_plans(self) -> int:
-        """Steps launched since the start: how many entries `step_log` has ever had."""
-        return self.scheduler.state.inflight.last_step_id
-
     def stats(self) -> SchedulerStats:
         """Queue, pool and cache as of now."""
         return self.scheduler.stats()

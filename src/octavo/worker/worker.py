@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def _peak_bytes(run: Callable[[], None]) -> int:
 
     Measured on Linux; elsewhere 0.
     """
+    gc.collect()  # garbage that is freed during the run would hide as much of its peak
     # Loading weights may have peaked higher: ask Linux to forget that. Where it is not allowed the
     # old peak counts, which is on the safe side.
     with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,3 +181,22 @@ def test_shutdown_is_final(smollm2_path: Path) -> None:
     llm.shutdown()
     with pytest.raises(EngineDeadError):
         llm.generate("x", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("field", "messages", "options"),
+    [
+        ("messages", {"role": "user", "content": "x"}, {}),
+        ("messages", 5, {}),
+        ("messages", ["x"], {}),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], {}),
+        ("chat_template_kwargs", [{"role": "user", "content": "x"}], {"messages": 1}),
+        ("chat_template_kwargs", [{"role": "user", "content": "x"}], {"add_generation_prompt": 1}),
+    ],
+)
+def test_bad_conversations_name_the_field(
+    field: str, messages: Any, options: dict[str, Any], llm: LLM
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+    assert caught.value.field.startswith(field)
