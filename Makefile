@@ -23,8 +23,9 @@ $(VENV)/.dev: $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/octavo demo
 
+# Two processes of one thread each: most tests are Python, and spend no time on each other's barriers.
 test: $(VENV)/.dev
-	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests tools
@@ -32,8 +33,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/cpu/test_repo.py
 
+# What is too long for `make test`, and the real-model tests once more with all threads.
 soak: $(VENV)/.dev
-	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -m soak --override-ini=timeout=3600 tests
+	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -m soak --override-ini=timeout=3600 tests/cpu
+	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest tests/cpu/real
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,8 +23,8 @@ TEXTS = (
 )
 LONG = " ".join(TEXTS)
 
-SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1234, max_tokens=16, logprobs=0)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1234, max_tokens=8, logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
 
 
 def prompts() -> list[str]:

@@ -16,7 +16,7 @@ from tests.cpu.real.helpers import GREEDY, LONG, SEEDED, TEXTS, engine, fingerpr
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> Iterator[LLM]:
-    with engine(smollm2_path, dtype="float32") as instance:
+    with engine(smollm2_path, dtype="bfloat16") as instance:
         yield instance
 
 
@@ -32,7 +32,7 @@ def test_chat_answers(llm: LLM) -> None:
 
 
 def test_stream_joins_to_generate(llm: LLM) -> None:
-    params = dataclasses.replace(GREEDY, max_tokens=40)
+    params = dataclasses.replace(GREEDY, max_tokens=20)
     expected = llm.generate(list(TEXTS), params, use_tqdm=False)
     texts = [""] * len(TEXTS)
     tokens: list[list[int]] = [[] for _ in TEXTS]

@@ -9,7 +9,7 @@ import pytest
 from octavo import SamplingParams
 from tests.cpu.real.helpers import LONG, engine, fingerprint
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True)
 
 
 def test_second_request_computes_only_what_is_not_shared(smollm2_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_warm_equals_cold_around_borders(dtype: str, smollm2_path: Path) -> None
     (cases S14, S22, S23)."""
     with engine(smollm2_path, dtype=dtype) as llm:
         ids = llm.get_tokenizer().encode(LONG) * 2
-        for length in (15, 16, 17, 32, 33, 63, 64, 65, 255, 256, 257):
+        for length in (15, 16, 17, 33, 64, 65, 255, 256, 257):
             assert llm.reset_prefix_cache()
             [cold] = llm.generate([ids[:length]], PARAMS, use_tqdm=False)
             [warm] = llm.generate([ids[:length]], PARAMS, use_tqdm=False)

@@ -64,7 +64,8 @@ def test_scores_do_not_depend_on_order_or_chunks(
     dtype: str, overlap: bool, smollm2_path: Path
 ) -> None:
     """Three prompts sharing a prefix in all six orders, chunked, cached or not (case L03)."""
-    texts = [LONG + tail for tail in (TEXTS[0], TEXTS[5], " The end.")]
+    shared = " ".join(TEXTS[:3])
+    texts = [shared + tail for tail in (TEXTS[0], TEXTS[5], " The end.")]
     with engine(smollm2_path, dtype=dtype, enable_prefix_caching=False) as llm:
         expected = [score(llm, [text])[0] for text in texts]
     with engine(
@@ -97,12 +98,13 @@ def test_prefix_cache_serves_scored_requests(overlap: bool, smollm2_path: Path) 
 
 
 def test_scores_survive_preemption(smollm2_path: Path) -> None:
-    texts = [LONG + tail for tail in TEXTS[:4]]
-    params = SamplingParams(temperature=0.0, max_tokens=40, prompt_logprobs=0, ignore_eos=True)
+    texts = [TEXTS[index] + TEXTS[index + 4] for index in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=0, ignore_eos=True)
     with engine(smollm2_path, dtype="float32", enable_prefix_caching=False) as llm:
         expected = [score(llm, [text], params)[0] for text in texts]
+        blocks = sum(-(-len(llm.get_tokenizer().encode(text)) // 16) for text in texts)
     with engine(
-        smollm2_path, dtype="float32", num_gpu_blocks_override=40, max_model_len=None
+        smollm2_path, dtype="float32", num_gpu_blocks_override=blocks + 2, max_model_len=None
     ) as llm:
         assert score(llm, texts, params) == expected
         assert llm.engine.core.stats().num_preemptions > 0
