@@ -126,7 +126,7 @@ def test_a_path_at_start_that_cannot_be_read(name, tmp_path):
 @pytest.mark.parametrize(
     "messages",
     [{"role": "user"}, {0: USER}, 3, None, "hi", b"hi", {USER["role"]}, (m for m in [USER])],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_messages_that_are_no_list(messages):
     refused("messages", ChatTemplate(PLAIN).render, messages)
