@@ -22,7 +22,7 @@ def run_prefix(llm: LLM, *, shared_len: int, iterations: int) -> dict[str, Any]:
     config = llm.engine.config
     vocab_size = config.model.vocab_size
     rows: dict[str, list[tuple[float, int]]] = {"cold": [], "warm": []}
-    llm.generate(random_prompts([shared_len], vocab_size, seed=-1), params, use_tqdm=False)
+    llm.generate(random_prompts([shared_len], vocab_size, seed=iterations), params, use_tqdm=False)
     for seed in range(iterations):
         shared, *tails = random_prompts([shared_len, TAIL, TAIL], vocab_size, seed)
         for name, tail in zip(rows, tails, strict=True):
