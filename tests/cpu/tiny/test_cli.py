@@ -31,6 +31,14 @@ DUMMY = ["--load-format", "dummy"]
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Generator[None, None, None]:
+    """A shell starts background jobs with SIGINT ignored; these tests are about pressing Ctrl-C."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny model whose tokens are bytes; its weights are to be DUMMY."""
