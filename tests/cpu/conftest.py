@@ -9,6 +9,8 @@ from typing import Any
 
 # Before torch: idle OpenMP threads that spin make tests ten times slower on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before any Triton kernel is defined: these tests run kernels in Triton's interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
