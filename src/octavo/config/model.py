@@ -7,12 +7,13 @@ missing, malformed or asks for something we do not build is refused here, by nam
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from octavo.config.fields import FieldReader, token_ids
+from octavo.config.fields import shown as shown
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.errors import ConfigError, ModelLoadError
 
@@ -20,18 +21,20 @@ DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3")
 
 # Far above any real model, so that a damaged config is refused and not tried.
-MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 4096
 MAX_CONTEXT = 2**24
 MAX_HEADS, MAX_HEAD_DIM = 512, 1024
-_FLOAT32 = (1.2e-38, 3.4e38)
 
 # GGUF says what the architecture is by its own short name.
-_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+_GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -79,9 +82,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; those beyond the vocabulary were left out (see `token_ids`)."""
     attention_bias: bool = False
-    """Biases on q, k, v and o."""
+    """Biases on q, k and v."""
+    attention_out_bias: bool = False
+    """A bias on o."""
     mlp_bias: bool = False
     """Biases on gate, up and down."""
+    qk_norm: bool = False
+    """An RMS norm over each head of q and of k, before the rotary embedding."""
 
     @classmethod
     def from_hf(
@@ -97,21 +104,13 @@ class ModelConfig:
         architecture or feature we do not build, ConfigError for a missing or bad field.
         """
         architecture = _architecture(config)
-        read = _Reader(config, str(path))
-        for key, harmless in _UNSUPPORTED.items():
-            value = config.get(key)
-            if value is not None and value not in harmless:
-                raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
+        read = FieldReader(config, str(path))
+        _refuse_unsupported(config, architecture, path)
         hidden_size = read.count("hidden_size")
         num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
         num_kv_heads = read.count("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
-        if config.get("head_dim") is None and hidden_size % num_heads:
-            raise read.error("head_dim", f"missing, and hidden_size/{num_heads} is no integer")
-        head_dim = read.count("head_dim", default=hidden_size // num_heads, limit=MAX_HEAD_DIM)
-        if head_dim % 2:
-            raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
         vocab_size = read.count("vocab_size")
         bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
         eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
@@ -126,15 +125,15 @@ class ModelConfig:
             num_layers=read.count("num_hidden_layers", limit=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            head_dim=_head_dim(architecture, hidden_size, num_heads, read),
             rms_norm_eps=read.number("rms_norm_eps"),
             rope=_rope(config, read),
             max_position_embeddings=read.count("max_position_embeddings", limit=MAX_CONTEXT),
             tie_word_embeddings=read.flag("tie_word_embeddings"),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            attention_bias=read.flag("attention_bias"),
-            mlp_bias=read.flag("mlp_bias"),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            **_biases(architecture, read),
         )
 
     @classmethod
@@ -166,14 +165,18 @@ class ModelConfig:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
+    def num_norm_parameters(self) -> int:
+        """Of one decoder layer: two norms of the hidden states, and those of q and k if any."""
+        return 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+
     def num_layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q, k, v, o, gate, up, down, biases and two norms."""
+        """Parameters of one decoder layer: q, k, v, o, gate, up, down, biases and norms."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        biases = self.attention_bias * (query + 2 * kv + self.hidden_size)
+        biases = self.attention_bias * (query + 2 * kv) + self.attention_out_bias * self.hidden_size
         biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return attention + mlp + biases + 2 * self.hidden_size
+        return attention + mlp + biases + self.num_norm_parameters()
 
     def num_parameters(self) -> int:
         """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it."""
@@ -196,7 +199,7 @@ class ModelConfig:
         + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
         Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
-        matrices = self.num_layers * (self.num_layer_parameters() - 2 * self.hidden_size)
+        matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
         logits = self.vocab_size * self.hidden_size
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
         return 2 * (matrices + logits) + attention
@@ -262,6 +265,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "quantization_config": (),
     "sliding_window": (),
+    "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
     "per_layer_config": ({}, []),
     "num_experts": (0,),
@@ -269,48 +273,39 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Reader:
-    """Typed access to config keys; every complaint names the key and the file."""
+def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path) -> None:
+    for key, harmless in _UNSUPPORTED.items():
+        # Qwen configs name a window that only use_sliding_window puts to use.
+        if key == "sliding_window" and architecture.startswith("Qwen"):
+            continue
+        value = config.get(key)
+        if value is not None and value not in harmless:
+            raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ModelLoadError(f"{path}: layer_types={shown(kinds)} is not supported")
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
 
-    def error(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {key}: {text}")
+def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldReader) -> int:
+    """Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128."""
+    default = hidden_size // num_heads
+    if architecture == "Qwen3ForCausalLM":
+        default = 128
+    elif read.config.get("head_dim") is None and hidden_size % num_heads:
+        raise read.error("head_dim", f"missing, and hidden_size/{num_heads} is no integer")
+    head_dim = read.count("head_dim", default=default, limit=MAX_HEAD_DIM)
+    if head_dim % 2:
+        raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    return head_dim
 
-    def count(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-        """An integer from 1 to `limit`. Per-layer lists are refused: all layers must be alike."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(key, "missing")
-        if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
-            raise self.error(key, f"differs per layer ({shown(value)}), which is not supported")
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.error(key, f"{shown(value)} is not a positive integer")
-        if value > limit:
-            raise self.error(key, f"{shown(value)} is more than {limit}")
-        return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number that a float32 holds."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(key, "missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"{shown(value)} is not a number")
-        if not _FLOAT32[0] <= value <= _FLOAT32[1]:
-            raise self.error(key, f"{shown(value)} is not positive and finite in float32")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        """A boolean; missing or null is False."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.error(key, f"{shown(value)} is not true or false")
-        return bool(value)
+def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:
+    """Which linears have biases; what a family's code fixes is not asked of its config."""
+    if architecture == "Qwen2ForCausalLM":
+        return {"attention_bias": True}
+    attention = read.flag("attention_bias")
+    mlp = architecture == "LlamaForCausalLM" and read.flag("mlp_bias")
+    return {"attention_bias": attention, "attention_out_bias": attention, "mlp_bias": mlp}
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -334,36 +329,7 @@ def _dtype(asked: str, config: Mapping[str, Any]) -> DType:
     return cast(DType, name)
 
 
-def token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id, a list of them, or None for none; `where` names file and key in errors.
-
-    Negative ids are refused. Ids from vocab_size on are left out: some real configs name tokens
-    that their embedding does not have, and those can never be sampled.
-    """
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in values):
-        raise ConfigError(f"{where}: {shown(value)} is not a token id or a list of them")
-    return tuple(dict.fromkeys(one for one in values if one < vocab_size))
-
-
-def shown(value: Any) -> str:
-    """A repr for error texts: short, and without exceptions for values of any depth or size."""
-    return _SHOWN.repr(value)
-
-
-class _Repr(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 200
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= 256 else f"<integer of {x.bit_length()} bits>"
-
-
-_SHOWN = _Repr()
-
-
-def _rope(config: Mapping[str, Any], read: _Reader) -> RopeConfig:
+def _rope(config: Mapping[str, Any], read: FieldReader) -> RopeConfig:
     """Rope from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     scaling = config.get(key) or {}
@@ -378,7 +344,7 @@ def _rope(config: Mapping[str, Any], read: _Reader) -> RopeConfig:
         raise ModelLoadError(
             f"{read.where}: {key}: kind {shown(kind)} is not supported (supported: {supported})"
         )
-    inner = _Reader(scaling, f"{read.where}: {key}")
+    inner = FieldReader(scaling, f"{read.where}: {key}")
     theta = inner.number("rope_theta", default=read.number("rope_theta", default=10000.0))
     if kind == "default":
         return RopeConfig(theta)

@@ -1,4 +1,4 @@
-"""Llama family: what the checkpoint calls each weight. The stack needs no other difference."""
+"""Llama and Qwen dense models: what the checkpoint calls each weight. Their config says the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _layer_map(config: ModelConfig, index: int) -> dict[str, WeightTarget]:
             {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
             config.attention_bias,
         ),
-        ("self_attn.o_proj", query, {"self_attn.o_proj": hidden}, config.attention_bias),
+        ("self_attn.o_proj", query, {"self_attn.o_proj": hidden}, config.attention_out_bias),
         (
             "mlp.gate_up_proj",
             hidden,
@@ -46,6 +46,10 @@ def _layer_map(config: ModelConfig, index: int) -> dict[str, WeightTarget]:
         f"{theirs}.{name}.weight": WeightTarget(f"{ours}.{name}.weight", 0, (hidden,))
         for name in ("input_layernorm", "post_attention_layernorm")
     }
+    if config.qk_norm:
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            place = WeightTarget(f"{ours}.{name}.weight", 0, (config.head_dim,))
+            targets[f"{theirs}.{name}.weight"] = place
     for name, in_features, parts, bias in linears:
         start = 0
         for part, rows in parts.items():

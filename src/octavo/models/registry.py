@@ -13,6 +13,8 @@ from octavo.models.decoder import DecoderModel, WeightTarget
 
 WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
     "LlamaForCausalLM": llama.weight_map,
+    "Qwen2ForCausalLM": llama.weight_map,
+    "Qwen3ForCausalLM": llama.weight_map,
 }
 """One entry for each of config.model.ARCHITECTURES."""
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.config.engine import EngineArgs
-from octavo.config.model import LoadFormat, ModelConfig, token_ids
+from octavo.config.fields import token_ids
+from octavo.config.model import LoadFormat, ModelConfig
 from octavo.errors import ModelLoadError
 from octavo.weights import gguf, hub, safetensors
 

@@ -1,25 +1,33 @@
 """GGUF files: a bounds-checked header reader and the tensors under Hugging Face names.
 
 The header is read here because the gguf package's reader takes seconds on a vocabulary; block types
-and dequantisation are the package's. Tokenizer code reads `GGUFFile.metadata` too.
+and dequantisation are the package's, which is imported only where such a file is read. Tokenizer code
+reads `GGUFFile.metadata` too.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
 
-from octavo.config.model import ModelConfig, shown
+from octavo.config.fields import shown
+from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
@@ -27,6 +35,7 @@ _MAX_DIMS = 4
 # Far above any real file: what a header makes us build stays small even where the file is large.
 _MAX_VALUES = 2**24
 _MAX_ENTRIES = 2**20
+_MAX_THREADS = 4
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -36,7 +45,9 @@ _GLOBAL_NAMES = {
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
     "attn_k": "self_attn.k_proj",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -47,13 +58,24 @@ _LAYER_NAMES = {
 ROPE_FREQS = "rope_freqs.weight"
 
 
+@cache
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelLoadError(
+            f"GGUF files need the package gguf: pip install gguf ({error})"
+        ) from error
+    return gguf
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of the file."""
 
     shape: tuple[int, ...]
     """As torch would say it: rows first."""
-    type: gguf.GGMLQuantizationType
+    type: GGMLQuantizationType
     offset: int
     """Of the first byte, from the start of the file."""
     num_bytes: int
@@ -153,6 +175,7 @@ class GGUFFile:
         if 0 in shape:
             raise self._error(f"tensor {shown(name)} of shape {shape} is empty")
         number, offset = self._unpack("I"), self._unpack("Q")
+        gguf = _library()
         try:
             kind = gguf.GGMLQuantizationType(number)
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -167,6 +190,7 @@ class GGUFFile:
         """The tensor, dequantised: float32, or the stored type if that is F16 or BF16."""
         info = self.tensors[name]
         data = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
+        gguf = _library()
         kinds = gguf.GGMLQuantizationType
         plain = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16}
         if info.type in plain:
@@ -197,17 +221,36 @@ def read_config(file: GGUFFile, load_format: Any, dtype: Any) -> ModelConfig:
 def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
 
-    A tensor whose name is not known keeps it, so that the loader can complain about it.
+    A few threads dequantise ahead of the caller. A tensor whose name is not known keeps it, so that
+    the loader can complain about it.
     """
-    for name in file.tensors:
-        if name == ROPE_FREQS:
-            continue
+
+    def read(name: str) -> tuple[str, torch.Tensor]:
         tensor = file.tensor(name)
-        if ".attn_q." in name:
-            tensor = unpermute(tensor, config.num_heads)
-        elif ".attn_k." in name:
-            tensor = unpermute(tensor, config.num_kv_heads)
-        yield hf_name(name), tensor
+        # Only Llama files are permuted: the rotary embedding of other families is stored as it is.
+        if config.architecture == "LlamaForCausalLM":
+            if ".attn_q." in name:
+                tensor = unpermute(tensor, config.num_heads)
+            elif ".attn_k." in name:
+                tensor = unpermute(tensor, config.num_kv_heads)
+        return hf_name(name), tensor
+
+    return _ahead(read, [name for name in file.tensors if name != ROPE_FREQS])
+
+
+def _ahead(
+    read: Callable[[str], tuple[str, torch.Tensor]], names: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """read(name) of all names in order; at most _MAX_THREADS + 1 results wait."""
+    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, "gguf") as pool:
+        waiting: deque[Future[tuple[str, torch.Tensor]]] = deque()
+        for name in names:
+            waiting.append(pool.submit(read, name))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def hf_name(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo.config.model import shown
+from octavo.config.fields import shown
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights.demo_model import find_demo_model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -13,6 +13,7 @@ from octavo.errors import ModelLoadError
 from octavo.models import registry
 from octavo.models.decoder import DecoderModel, WeightTarget
 from octavo.weights import dummy, gguf, safetensors
+from octavo.weights.upload import FileUpload
 
 _SHOWN = 8
 # Tensors that some checkpoints carry and that the config already says.
@@ -25,20 +26,27 @@ def load_model(
     """Build the model, fill and pack its weights. `seed` matters for load_format dummy only.
 
     Before anything is built, the shapes that the config asks for are compared with the
-    checkpoint's, and the bytes with the free memory; ModelLoadError names what does not fit.
+    checkpoint's, and the bytes with the device's free memory; ModelLoadError names what does not
+    fit.
     """
     _check_shapes(config)
-    _check_memory(config)
+    _check_memory(config, device)
     model = registry.build_model(config, backend, device)
     load_weights(model, config, seed)
     model.finalize()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took for a while is not the model's
     return model
 
 
-def _check_memory(config: ModelConfig) -> None:
+def _check_memory(config: ModelConfig, device: torch.device) -> None:
     # While the rotary tables are made, the angles stand beside cos and sin, fp32 each.
     rotary = 3 * config.max_position_embeddings * (config.head_dim // 2) * 4
-    needed, available = config.weight_bytes() + rotary, machine.available_memory()
+    needed = config.weight_bytes() + rotary
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    else:
+        available = machine.available_memory()
     if needed > available:
         raise ModelLoadError(
             f"{config.path}: the model takes {needed} bytes ({config.weight_bytes()} of weights, "
@@ -77,28 +85,35 @@ def load_weights(model: DecoderModel, config: ModelConfig, seed: int = 0) -> Non
     Raises ModelLoadError naming tensors that are missing, unexpected, doubled, of the wrong shape
     or not floating point, and parameters left partly unfilled.
     """
-    targets = registry.weight_map(config)
-    fill(model, targets, _checkpoint(config, targets, seed), str(config.path))
-
-
-def _checkpoint(
-    config: ModelConfig, targets: Mapping[str, WeightTarget], seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+    targets, where = registry.weight_map(config), str(config.path)
+    weight = model.embed_tokens.weight
     if config.load_format == "dummy":
-        return dummy.iterate_tensors(targets, seed)
-    if config.load_format == "gguf":
-        return gguf.iterate_tensors(gguf.GGUFFile(config.path), config)
-    return _without_tied_head(safetensors.iterate_tensors(config.path), config)
+        on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
+        fill(model, targets, dummy.iterate_tensors(targets, seed, *on_gpu), where)
+    elif config.load_format == "gguf":
+        fill(model, targets, gguf.iterate_tensors(gguf.GGUFFile(config.path), config), where)
+    elif weight.is_cuda:
+        ranges = safetensors.file_ranges(config.path)
+        with FileUpload(weight.device) as upload:
+
+            def start(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
+                upload.start(ranges[name], tensor.dtype, place)
+
+            fill(model, targets, _stored(config), where, start)
+    else:
+        fill(model, targets, _stored(config), where)
 
 
-def _without_tied_head(
-    tensors: Iterator[tuple[str, torch.Tensor]], config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some checkpoints store the tied lm_head again, and derived rotary tables."""
-    for name, tensor in tensors:
+def _stored(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors folder but for a tied lm_head and derived rotary tables."""
+    for name, tensor in safetensors.iterate_tensors(config.path):
         tied_head = name == "lm_head.weight" and config.tie_word_embeddings
         if not tied_head and not name.endswith(_DERIVED_SUFFIXES):
             yield name, tensor
+
+
+def _copy(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
+    place.copy_(tensor)
 
 
 def fill(
@@ -106,8 +121,12 @@ def fill(
     targets: Mapping[str, WeightTarget],
     tensors: Iterable[tuple[str, torch.Tensor]],
     where: str,
+    copy: Callable[[str, torch.Tensor, torch.Tensor], None] = _copy,
 ) -> None:
-    """Copy each named tensor to its place; see `load_weights`. `where` opens each error."""
+    """Copy each named tensor to its place; see `load_weights`. `where` opens each error.
+
+    copy(name, tensor, place) may finish later: what is checked here needs shape and dtype only.
+    """
     parameters = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     waiting = dict(targets)
@@ -123,7 +142,7 @@ def fill(
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelLoadError(f"{where}: {name} has dtype {tensor.dtype}, expected a float")
         rows = slice(target.start, target.start + target.shape[0])
-        parameters[target.parameter].data[rows].copy_(tensor)
+        copy(name, tensor, parameters[target.parameter].data[rows])
         filled[target.parameter] += tensor.numel()
     if waiting:
         raise ModelLoadError(f"{where}: missing tensors: {_names(waiting)}")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from octavo.config.model import shown
+from octavo.config.fields import shown
 from octavo.errors import ModelLoadError
+from octavo.weights.upload import FileRange
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -57,6 +58,24 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 except Exception as error:  # the library raises its own, and torch's
                     raise ModelLoadError(f"{folder / shard}: {name}: {error}") from error
                 yield name, tensor
+
+
+def file_ranges(folder: Path) -> dict[str, FileRange]:
+    """Where each tensor of a checkpoint is that `iterate_tensors` finds nothing wrong with."""
+    ranges = {}
+    for shard in _shards(folder):
+        path = folder / shard
+        try:
+            with _open(path), path.open("rb") as file:  # opened by the library: header is sound
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{path}: unreadable ({error})") from error
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            ranges[name] = FileRange(path, 8 + size + start, end - start)
+    return ranges
 
 
 def stored_dtype(folder: Path) -> str:

@@ -1,0 +1,86 @@
+"""Typed access to what a model's config says, and values from it in error texts."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import ConfigError
+
+# Far above any real model, so that a damaged config is refused and not tried.
+MAX_SIZE = 2**31 - 1
+_FLOAT32 = (1.2e-38, 3.4e38)
+
+
+class FieldReader:
+    """Typed access to config keys; every complaint names the key and the file."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def error(self, key: str, text: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {key}: {text}")
+
+    def count(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """An integer from 1 to `limit`. Per-layer lists are refused: all layers must be alike."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "missing")
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+            raise self.error(key, f"differs per layer ({shown(value)}), which is not supported")
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.error(key, f"{shown(value)} is not a positive integer")
+        if value > limit:
+            raise self.error(key, f"{shown(value)} is more than {limit}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number that a float32 holds."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"{shown(value)} is not a number")
+        if not _FLOAT32[0] <= value <= _FLOAT32[1]:
+            raise self.error(key, f"{shown(value)} is not positive and finite in float32")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """A boolean; missing or null is False."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, f"{shown(value)} is not true or false")
+        return bool(value)
+
+
+def token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id, a list of them, or None for none; `where` names file and key in errors.
+
+    Negative ids are refused. Ids from vocab_size on are left out: some real configs name tokens
+    that their embedding does not have, and those can never be sampled.
+    """
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in values):
+        raise ConfigError(f"{where}: {shown(value)} is not a token id or a list of them")
+    return tuple(dict.fromkeys(one for one in values if one < vocab_size))
+
+
+def shown(value: Any) -> str:
+    """A repr for error texts: short, and without exceptions for values of any depth or size."""
+    return _SHOWN.repr(value)
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 256 else f"<integer of {x.bit_length()} bits>"
+
+
+_SHOWN = _Repr()
