@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError, ModelLoadError
+from octavo.models.registry import weight_map
 from octavo.weights.checkpoint import load_model_config
 from tests.cpu.paged import settings
 
@@ -141,6 +143,9 @@ def test_bad_frequency_divisors_are_named(bad: float) -> None:
         ("sliding_window", 4096),
         ("partial_rotary_factor", 0.5),
         ("num_local_experts", 8),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", "full_attention"),
     ],
 )
 def test_unsupported_feature_is_refused_by_name(key: str, value: object) -> None:
@@ -148,8 +153,75 @@ def test_unsupported_feature_is_refused_by_name(key: str, value: object) -> None
         read(**{key: value})
 
 
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_qwen_window_counts_only_where_it_is_used(architecture: str) -> None:
+    """As in the config.json of Qwen2.5: a window is named, and switched off."""
+    named = {"architectures": [architecture], "sliding_window": 32768, "max_window_layers": 28}
+    assert read(**named) == read(**named, use_sliding_window=False)
+    assert read(**named, layer_types=["full_attention"] * 2).num_layers == 2
+    with pytest.raises(ModelLoadError, match="use_sliding_window=True is not supported"):
+        read(**named, use_sliding_window=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qkv", "out", "mlp", "qk_norm"),
+    [
+        ("LlamaForCausalLM", True, True, True, False),
+        ("Qwen2ForCausalLM", True, False, False, False),
+        ("Qwen3ForCausalLM", True, True, False, True),
+    ],
+)
+def test_biases_and_norms_of_each_architecture(
+    architecture: str, qkv: bool, out: bool, mlp: bool, qk_norm: bool
+) -> None:
+    """With every key set; without them only Qwen2 has a bias. Weight map and count agree."""
+    keys = {"attention_bias": True, "mlp_bias": True}
+    config = read(architectures=[architecture], head_dim=32, **keys)
+    found = (config.attention_bias, config.attention_out_bias, config.mlp_bias, config.qk_norm)
+    assert found == (qkv, out, mlp, qk_norm)
+    plain = read(architectures=[architecture], head_dim=32)
+    assert plain.attention_bias is (architecture == "Qwen2ForCausalLM")
+    assert not plain.attention_out_bias
+    for one in (config, plain):
+        shapes = [target.shape for target in weight_map(one).values()]
+        assert sum(math.prod(shape) for shape in shapes) == one.num_parameters()
+
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "dtype": "bfloat16",
+}
+
+
+def test_sizes_of_qwen3_8b() -> None:
+    """Counted by hand; the model card says 8.2 B, 6.95 B without embeddings."""
+    config = read(**QWEN3_8B)
+    matrices = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    assert config.num_parameters() == matrices + norms + 2 * 151936 * 4096 == 8_190_735_360
+    assert config.weight_bytes() == 16_381_470_720
+    assert config.kv_bytes_per_token() == 2 * 36 * 8 * 128 * 2
+    assert config.flops_per_token(0) == 2 * (matrices + 151936 * 4096)
+    assert config.flops_per_token(10) - config.flops_per_token(0) == 10 * 4 * 36 * 4096
+
+
 def test_unsupported_architecture_lists_the_supported() -> None:
-    with pytest.raises(ModelLoadError, match="supported: LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match="supported: LlamaForCausalLM, Qwen2"):
         read(architectures=["GPT2LMHeadModel"])
 
 

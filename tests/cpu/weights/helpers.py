@@ -48,6 +48,8 @@ GGUF_NAMES = {
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
@@ -79,9 +81,10 @@ def save_gguf(
     tensors: dict[str, torch.Tensor],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_freqs: list[float] | None = None,
+    architecture: str = "llama",
 ) -> None:
     """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -97,9 +100,9 @@ def save_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in tensors.items():
-        if ".q_proj." in name:
+        if ".q_proj." in name and architecture == "llama":
             tensor = permute(tensor, config["num_attention_heads"])
-        if ".k_proj." in name:
+        if ".k_proj." in name and architecture == "llama":
             tensor = permute(tensor, config["num_key_value_heads"])
         data = np.ascontiguousarray(tensor.numpy())
         if tensor.dim() == 1 or kind == gguf.GGMLQuantizationType.F32:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +22,10 @@ from octavo.weights import demo_model, dummy
 from octavo.weights.checkpoint import load_model_config
 from octavo.weights.hub import resolve_model_path
 from octavo.weights.loader import fill, load_weights
+from octavo.weights.safetensors import file_ranges
+from octavo.weights.upload import read_fully
 from tests.cpu.paged import PagedModel, assert_same_bits, settings
-from tests.cpu.weights.helpers import save_folder
+from tests.cpu.weights.helpers import save_folder, save_gguf
 
 SECOND = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,6 +61,58 @@ def test_every_element_of_every_parameter_is_filled(tmp_path: Path) -> None:
     for name, target in weight_map(config).items():
         rows = slice(target.start, target.start + target.shape[0])
         assert_same_bits(parameters[target.parameter][rows], tensors[name])
+
+
+def test_file_ranges_hold_the_tensors(tmp_path: Path) -> None:
+    """What a GPU load reads from the files itself: the same bytes, for every name of every shard."""
+    tensors = save_folder(tmp_path, shards=3)
+    ranges = file_ranges(tmp_path)
+    assert ranges.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        place, memory = ranges[name], torch.empty(tensor.nbytes, dtype=torch.uint8)
+        assert place.num_bytes == tensor.nbytes
+        with place.path.open("rb", buffering=0) as file:
+            file.seek(place.start)
+            read_fully(file, memory.numpy().data)
+        assert_same_bits(memory.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
+    """Cut after its header was read, or before."""
+    save_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b", buffering=0) as file:
+        file.truncate(1000)
+        with pytest.raises(ModelLoadError, match=r"model\.safetensors: truncated at byte 1000"):
+            read_fully(file, torch.empty(1001, dtype=torch.uint8).numpy().data)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: unreadable or truncated"):
+        file_ranges(tmp_path)
+
+
+WITHOUT_GGUF = """
+import sys
+sys.modules["gguf"] = None  # as if it were not installed
+from octavo.llm import LLM
+from octavo.sampling_params import SamplingParams
+settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64}
+params = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
+with LLM(sys.argv[1], **settings) as llm:
+    (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+print(len(output.outputs[0].token_ids))
+from octavo.weights.gguf import GGUFFile
+from pathlib import Path
+GGUFFile(Path(sys.argv[2]))
+"""
+
+
+def test_the_gguf_package_is_needed_for_gguf_files_only(tmp_path: Path) -> None:
+    """In a process without it: dummy weights and token ids run, a GGUF file says what to install."""
+    tensors = save_folder(tmp_path)
+    save_gguf(tmp_path / "m.gguf", settings(), tensors)
+    arguments = [sys.executable, "-c", WITHOUT_GGUF, str(tmp_path), str(tmp_path / "m.gguf")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "3", done.stderr
+    assert "ModelLoadError: GGUF files need the package gguf: pip install gguf" in done.stderr
 
 
 def test_w05_missing_shard_is_named(tmp_path: Path) -> None:
