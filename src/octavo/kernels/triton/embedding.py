@@ -1,0 +1,50 @@
+"""Rows of the embedding table by token id, safe for any id, and its torch oracle."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from octavo.errors import KernelError
+from octavo.kernels.triton.lang import tl, triton
+
+
+@triton.jit
+def _embed(ids, weight, out, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    # Ids of dropped or padded rows may be anything; reading elsewhere would fault the whole GPU.
+    token = tl.minimum(tl.maximum(tl.load(ids + row).to(tl.int64), 0), VOCAB - 1)
+    value = tl.load(weight + token * HIDDEN + column, mask=inside)
+    tl.store(out + row * HIDDEN + column, value, mask=inside)
+
+
+@cache
+def launch_options(vocab: int, hidden: int) -> dict[str, int]:
+    """Constexprs and warps for a (vocab, hidden) table; eight values a thread are one load."""
+    block = min(1 << (hidden - 1).bit_length(), 1024)
+    return {"VOCAB": vocab, "HIDDEN": hidden, "BLOCK": block, "num_warps": max(block // 256, 1)}
+
+
+def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """ids: (T,) int32 or int64; weight: (vocab, hidden) -> (T, hidden), the rows of the ids.
+
+    An id outside the table gets its nearest row: the first or the last. Raises KernelError for
+    strided operands.
+    """
+    if not ids.is_contiguous() or not weight.is_contiguous():
+        raise KernelError("embed needs contiguous ids and a contiguous table")
+    vocab, hidden = weight.shape
+    tokens = ids.shape[0]
+    out = weight.new_empty(tokens, hidden)
+    if tokens:
+        options = launch_options(vocab, hidden)
+        _embed[(tokens, -(-hidden // options["BLOCK"]))](ids, weight, out, **options)
+    return out
+
+
+def reference_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`embed` in plain torch."""
+    return weight[ids.long().clamp(0, weight.shape[0] - 1)]
