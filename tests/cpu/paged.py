@@ -100,7 +100,7 @@ class PagedModel:
         )
         metadata = self.backend.build_metadata(common)
         ids = torch.cat(list(chunks.values()))
-        hidden = self.model.forward(ids, common.positions, self.caches, metadata)
+        hidden = self.model.forward(ids, common, self.caches, metadata)
         return dict(zip(chunks, torch.split(hidden, lens), strict=True))
 
     def step_from_empty(self, tokens: torch.Tensor) -> torch.Tensor:

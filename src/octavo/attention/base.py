@@ -37,22 +37,16 @@ class AttentionBackend(Protocol):
     """Paged attention. One instance serves all layers of a model."""
 
     def build_metadata(self, common: CommonAttentionMetadata) -> Any:
-        """What `forward` needs, computed once a step."""
+        """What `attend` needs, computed once a step."""
         ...
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        scale: float,
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float
     ) -> torch.Tensor:
-        """Write key and value into the cache, then attend causally to each request's K/V.
+        """Attend causally to each request's K/V, that of this step's tokens included.
 
-        query: (T, num_heads, head_dim); key, value: (T, num_kv_heads, head_dim), one dtype with
-        kv_cache (see `kv_cache_shape`). Returns (T, num_heads, head_dim) of that dtype; rows of
+        query: (T, num_heads, head_dim), one dtype with kv_cache (see `kv_cache_shape`), which
+        already holds this step's K/V. Returns (T, num_heads, head_dim) of that dtype; rows of
         padding tokens are zero.
         """
         ...

@@ -183,21 +183,28 @@ class ReferenceAttention:
         both = torch.stack((row, row + size))[:, :, None, :]
         return (both * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
 
-    def forward(
+    def write(
         self,
-        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: ReferenceMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        """See AttentionBackend. Computes in fp32, returns the dtype of `query`."""
+    ) -> None:
+        """Store key and value, (T, num_kv_heads, head_dim) each, in the dtype of kv_cache."""
         if metadata.write_tokens is not None:
             key, value = key[metadata.write_tokens], value[metadata.write_tokens]
         rows = kv_cache.view(-1, self.spec.num_kv_heads, self.spec.head_dim)
         rows.index_copy_(0, metadata.write_rows, key)
         rows.index_copy_(0, metadata.write_rows + self.spec.block_size, value)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: ReferenceMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """See AttentionBackend. Computes in fp32, returns the dtype of `query`."""
         out = torch.zeros_like(query)
         for group in metadata.groups:
             result = self._attend(query, kv_cache.view(-1, self.spec.head_dim), group, scale)

@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     """Print one line a decision."""
     settings = make_args(engine_settings(args))
     model = load_model_config(settings)
-    facts = probe_device()
+    facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
-    config = finalise(config, *estimate_pool(config, facts.available_bytes))
+    config = finalise(config, *estimate_pool(config, facts))
     if args.json:
         rows = [{"name": d.name, "value": d.value, "reason": d.reason} for d in config.decisions]
         print(json.dumps(rows))

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the facts."""
     settings = make_args(engine_settings(args))
     model = load_model_config(settings)
-    facts = probe_device()
+    facts = probe_device(settings.device)
     rows = {**describe(model, facts), **describe_pool(settings, model, facts)}
     if args.json:
         print(json.dumps(rows))
@@ -49,7 +49,7 @@ def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) 
     resolve(settings, model, dataclasses.replace(facts, available_bytes=sys.maxsize))
     try:
         config = resolve(settings, model, facts)
-        num_blocks, pool = estimate_pool(config, facts.available_bytes)
+        num_blocks, pool = estimate_pool(config, facts)
     except ConfigError as error:
         return {"kv_pool": str(error), "requests_of_full_context": "0.0"}
     tokens = (num_blocks - 1) * config.cache.block_size

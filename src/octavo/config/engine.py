@@ -10,6 +10,9 @@ from typing import Literal
 
 from octavo.config.model import ModelConfig
 
+LinearBackend = Literal["tiled", "cublas", "fixed"]
+"""How x W^T is computed: tiled on a CPU; on a GPU cuBLAS, or one Triton arithmetic for any rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
@@ -37,10 +40,15 @@ class EngineArgs:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
     """Plan and launch step N+1 before the result of N is applied."""
+    linear_backend: Literal["auto", "tiled", "cublas", "fixed"] = "auto"
+    """auto: tiled on a CPU, fixed on a GPU. With cublas results depend on the batch."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
     block_size: int = 16
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None
-    """Share of the memory left beside the weights and a full step that the KV cache may take."""
+    """GPU: share of its memory that the engine may take in all. CPU: share of the memory left
+    beside the weights and a full step that the KV cache may take."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache; overrides gpu_memory_utilization."""
     num_gpu_blocks_override: int | None = None
@@ -88,6 +96,8 @@ class EngineConfig:
     device: Literal["cpu", "cuda"]
     seed: int
     max_logprobs: int
+    linear_backend: LinearBackend
+    enforce_eager: bool
     decisions: tuple[Decision, ...] = ()
 
 

@@ -11,6 +11,7 @@ from octavo.config.engine import (
     Decision,
     EngineArgs,
     EngineConfig,
+    LinearBackend,
     SchedulerConfig,
 )
 from octavo.config.model import ModelConfig
@@ -24,6 +25,9 @@ MAX_COUNT = 2**31 - 1
 AS_GIVEN = "as given"
 CPU_POOL_BYTES = 4 << 30
 CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
+GPU_MEMORY_UTILIZATION = 0.92  # as vLLM's
+GPU_HEAD_DIMS = (64, 96, 128, 256)
+GPU_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class DeviceFacts:
     name: str
     num_threads: int
     available_bytes: int
+    """Free memory of the device."""
+    total_bytes: int = 0
+    """GPU: all its memory."""
 
 
 class _Log:
@@ -78,18 +85,19 @@ def make_args(settings: dict[str, Any]) -> EngineArgs:
 
 def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:
     """Decide every setting. Raises ConfigError naming the setting that cannot work."""
-    if args.device == "cuda":
-        raise ConfigError("device='cuda': this version runs on the CPU only; use 'auto' or 'cpu'")
     log = _Log()
     log.pick("device", None if args.device == "auto" else args.device, facts.kind, facts.name)
-    log.pick(
-        "dtype",
-        None if args.dtype == "auto" else args.dtype,
-        model.dtype,
-        "as stored; bfloat16 if quantised",
-    )
+    dtype_reason = "as stored; bfloat16 if quantised"
+    if facts.kind == "cuda":
+        if args.dtype == "auto" and model.dtype == "float32":
+            model = dataclasses.replace(model, dtype="bfloat16")
+            dtype_reason = "stored as float32, which the GPU kernels do not take"
+        _check_gpu_shapes(args, model)
+    log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, dtype_reason)
+    linear_backend = _resolve_linear_backend(args, facts, log)
+    log.keep(args, "enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
-    cache = _resolve_cache(args, log)
+    cache = _resolve_cache(args, facts, log)
     _integer("seed", args.seed, -(2**63), 2**64 - 1)
     log.keep(args, "seed")
     _integer("max_logprobs", args.max_logprobs, -1)
@@ -101,8 +109,42 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
         device=facts.kind,
         seed=args.seed,
         max_logprobs=args.max_logprobs,
+        linear_backend=linear_backend,
+        enforce_eager=args.enforce_eager,
         decisions=tuple(log.decisions),
     )
+
+
+def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
+    """Raises ConfigError naming what the GPU kernels are not made for."""
+    if model.dtype == "float32":
+        raise ConfigError("dtype='float32' runs on the CPU only; use 'bfloat16' or 'float16'")
+    if model.head_dim not in GPU_HEAD_DIMS:
+        raise ConfigError(
+            f"head_dim={model.head_dim} of {model.path} is none of {GPU_HEAD_DIMS}, which the GPU "
+            "kernels take; use device='cpu'"
+        )
+    if model.vocab_size % 8 and args.linear_backend != "cublas":
+        raise ConfigError(
+            f"vocab_size={model.vocab_size} of {model.path} is no multiple of 8, which "
+            "linear_backend='fixed' needs; use 'cublas'"
+        )
+    if args.block_size not in GPU_BLOCK_SIZES:
+        raise ConfigError(f"block_size={args.block_size} is none of {GPU_BLOCK_SIZES} on a GPU")
+
+
+def _resolve_linear_backend(args: EngineArgs, facts: DeviceFacts, log: _Log) -> LinearBackend:
+    given = None if args.linear_backend == "auto" else args.linear_backend
+    if facts.kind == "cpu":
+        if given not in (None, "tiled"):
+            raise ConfigError(f"linear_backend={given!r} runs on a GPU only")
+        default, reason = "tiled", "fixed row tiles: results do not depend on the batch"
+    else:
+        if given == "tiled":
+            raise ConfigError("linear_backend='tiled' runs on a CPU only")
+        default, reason = "fixed", "one arithmetic for any batch; cublas is faster, not repeatable"
+    picked: LinearBackend = log.pick("linear_backend", given, default, reason)
+    return picked
 
 
 def _resolve_scheduler(
@@ -118,12 +160,16 @@ def _resolve_scheduler(
         raise ConfigError(
             f"max_model_len={max_model_len} is more than the model's context of {limit}"
         )
-    max_num_seqs = log.pick("max_num_seqs", args.max_num_seqs, 64, "default on a CPU")
+    if facts.kind == "cuda":
+        seqs, tokens, reason = 256, 8192, "enough to fill the GPU's tensor cores"
+    else:
+        seqs, tokens = 64, 512
+        reason = "about half a second of prefill on a CPU, so that running streams stay smooth"
+    max_num_seqs = log.pick(
+        "max_num_seqs", args.max_num_seqs, seqs, f"default on a {facts.kind.upper()}"
+    )
     budget = log.pick(
-        "max_num_batched_tokens",
-        args.max_num_batched_tokens,
-        max(512, max_num_seqs),
-        "about half a second of prefill on a CPU, so that running streams stay smooth",
+        "max_num_batched_tokens", args.max_num_batched_tokens, max(tokens, max_num_seqs), reason
     )
     if budget < max_num_seqs:
         raise ConfigError(
@@ -152,7 +198,7 @@ def _resolve_scheduler(
     )
 
 
-def _resolve_cache(args: EngineArgs, log: _Log) -> CacheConfig:
+def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConfig:
     _integer("block_size", args.block_size, 1)
     share = args.gpu_memory_utilization
     if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
@@ -161,12 +207,14 @@ def _resolve_cache(args: EngineArgs, log: _Log) -> CacheConfig:
         _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1, 2**63 - 1)
     if args.num_gpu_blocks_override is not None:
         _integer("num_gpu_blocks_override", args.num_gpu_blocks_override, 2)
+    if facts.kind == "cuda":
+        share = log.pick("gpu_memory_utilization", share, GPU_MEMORY_UTILIZATION, "the default")
     log.keep(args, "block_size")
     log.keep(args, "enable_prefix_caching")
     return CacheConfig(
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
-        gpu_memory_utilization=args.gpu_memory_utilization,
+        gpu_memory_utilization=share,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_blocks_override=args.num_gpu_blocks_override,
     )
@@ -177,7 +225,8 @@ def size_kv_pool(
 ) -> tuple[int, Decision]:
     """Blocks of the pool, the null block included, given the memory left after a full-size step.
 
-    block_bytes: one block over all layers. Raises ConfigError with what would fit.
+    block_bytes: one block over all layers; available_bytes: on a GPU what is left of its
+    gpu_memory_utilization. Raises ConfigError with what would fit.
     """
     cache, scheduler = config.cache, config.scheduler
     if cache.num_blocks_override is not None:
@@ -193,6 +242,9 @@ def size_kv_pool(
     useful = scheduler.max_num_seqs * blocks_per_request + 1
     if cache.kv_cache_memory_bytes is not None:
         size, reason = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif config.device == "cuda":
+        size = available_bytes
+        reason = f"{size / 2**30:.1f} GiB left of gpu_memory_utilization"
     elif cache.gpu_memory_utilization is not None:
         size = int(cache.gpu_memory_utilization * available_bytes)
         reason = f"gpu_memory_utilization of {available_bytes / 2**30:.1f} GiB free"
@@ -205,18 +257,26 @@ def size_kv_pool(
             f"no KV cache fits: one block of {cache.block_size} tokens takes {block_bytes} bytes and "
             f"{size} are there ({reason}); two blocks are the least"
         )
-    num_blocks = min(fitting, useful)
+    num_blocks = fitting if config.device == "cuda" else min(fitting, useful)
     if num_blocks == useful:
         reason = "all that max_num_seqs requests of max_model_len can use"
     tokens = (num_blocks - 1) * cache.block_size
     return num_blocks, Decision("kv_pool", f"{num_blocks} blocks, {tokens} tokens", reason)
 
 
-def estimate_pool(config: EngineConfig, available_bytes: int) -> tuple[int, Decision]:
+def estimate_pool(config: EngineConfig, facts: DeviceFacts) -> tuple[int, Decision]:
     """`size_kv_pool` before anything is loaded: weights are subtracted, activations are not."""
     spec = config.model.kv_cache_spec(config.cache.block_size)
-    left = available_bytes - config.model.weight_bytes()
+    left = engine_share(config, facts) - config.model.weight_bytes()
     return size_kv_pool(config, config.model.num_layers * spec.block_bytes, max(0, left))
+
+
+def engine_share(config: EngineConfig, facts: DeviceFacts) -> int:
+    """Bytes that the engine may still take: all that is free, less what it must leave on a GPU."""
+    share = config.cache.gpu_memory_utilization
+    if config.device == "cpu" or share is None:
+        return facts.available_bytes
+    return facts.available_bytes - int((1.0 - share) * facts.total_bytes)
 
 
 def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 from octavo import env
@@ -18,12 +17,11 @@ from octavo.core.request import EngineRequest
 from octavo.core.scheduler import Scheduler
 from octavo.core.scheduler_output import (
     EngineCoreOutput,
-    ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
 )
 from octavo.errors import EngineDeadError
-from octavo.executor.inline import InlineExecutor
+from octavo.executor.inline import InlineExecutor, PendingStep
 from octavo.logging import get_logger
 
 logger = get_logger(__name__)
@@ -46,7 +44,7 @@ class EngineCore:
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(self.config.scheduler, self.config.cache, num_blocks)
         self._depth = 2 if self.config.scheduler.async_scheduling else 1
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         """State after each plan, newest last."""
         self._check_integrity = env.check_integrity()
@@ -83,15 +81,15 @@ class EngineCore:
             pass
         if not self._in_flight:
             return []
-        plan, result = self._in_flight[0]
-        error = result.exception()  # waits; the step stays the oldest if that is interrupted
+        plan, pending = self._in_flight[0]
+        result = pending.collect()  # waits; the step stays the oldest if that is interrupted
         with self._dead_if_it_fails():
             self._in_flight.popleft()
-            if error is None:
-                outputs = self.scheduler.update(plan, result.result())
+            if isinstance(result, Exception):
+                logger.error("step %d failed; its requests end", plan.step_id, exc_info=result)
+                outputs = self.scheduler.fail_step(plan, f"{type(result).__name__}: {result}")
             else:
-                logger.error("step %d failed; its requests end", plan.step_id, exc_info=error)
-                outputs = self.scheduler.fail_step(plan, f"{type(error).__name__}: {error}")
+                outputs = self.scheduler.update(plan, result)
             if self._check_integrity:
                 self.scheduler.check_integrity()
         return outputs

@@ -37,7 +37,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         model = load_model_config(args)
-        config = resolve(args, model, probe_device())
+        config = resolve(args, model, probe_device(args.device))
         self.tokenizer: Tokenizer | None = None
         if not args.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(args.tokenizer or model.path)

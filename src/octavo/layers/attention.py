@@ -1,58 +1,102 @@
-"""The attention layer of a decoder: projections, rotary embedding, and the call of a backend."""
+"""The attention layer of a decoder: projections, rotary embedding, cache write, attention."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.attention.reference import ReferenceAttention
+from octavo.config.model import ModelConfig
+from octavo.kernels.triton.rope_cache import rope_and_cache
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
 
 
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers share in one step."""
+
+    common: CommonAttentionMetadata
+    attention: Any
+    """What the backend built from `common`."""
+    rotary_tables: tuple[torch.Tensor, torch.Tensor]
+    """From `RotaryEmbedding.tables`."""
+
+
 class Attention(nn.Module):
-    """Grouped-query attention over a paged cache."""
+    """Grouped-query attention over a paged cache, with norms on the heads of q and k if asked."""
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: ModelConfig,
         rotary: RotaryEmbedding,
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
-        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale = head_dim**-0.5
-        query, kv = num_heads * head_dim, num_kv_heads * head_dim
-        self.qkv_proj = Linear(hidden_size, (query, kv, kv), dtype, device, bias)
-        self.o_proj = Linear(query, (hidden_size,), dtype, device, bias)
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = config.hidden_size
+        self.qkv_proj = Linear(hidden, (query, kv, kv), dtype, device, config.attention_bias)
+        self.o_proj = Linear(query, (hidden,), dtype, device, config.attention_out_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
         self.rotary = rotary
         self.backend = backend
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary_tables: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        metadata: Any,
-    ) -> torch.Tensor:
-        """x: (T, hidden_size) -> the same shape. Writes this step's K/V into kv_cache.
-
-        `rotary_tables`: from `rotary.tables(positions)`, shared by all layers.
-        """
-        both = self.num_heads + self.num_kv_heads
-        heads = self.qkv_proj(x).view(-1, both + self.num_kv_heads, self.head_dim)
-        # q and k in one rotation: half the kernel calls.
-        rotated = self.rotary(heads[:, :both], rotary_tables)
-        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        value = heads[:, both:]
-        out = self.backend.forward(query, key, value, kv_cache, metadata, self.scale)
+    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """x: (T, hidden_size) -> the same shape. Writes this step's K/V into kv_cache."""
+        qkv = self.qkv_proj(x)
+        if isinstance(self.backend, ReferenceAttention):
+            query = self._write_reference(qkv, kv_cache, step, self.backend)
+        else:
+            query = self._write_fused(qkv, kv_cache, step)
+        out = self.backend.attend(query, kv_cache, step.attention, self.scale)
         projected: torch.Tensor = self.o_proj(out.flatten(1))
         return projected
+
+    def _write_reference(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: StepContext,
+        backend: ReferenceAttention,
+    ) -> torch.Tensor:
+        both = self.num_heads + self.num_kv_heads
+        heads = qkv.view(-1, both + self.num_kv_heads, self.head_dim)
+        rotated = heads[:, :both]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = torch.split(rotated, [self.num_heads, self.num_kv_heads], 1)
+            rotated = torch.cat((self.q_norm(query)[0], self.k_norm(key)[0]), 1)
+        # q and k in one rotation: half the kernel calls.
+        rotated = self.rotary(rotated, step.rotary_tables)
+        query, key = torch.split(rotated, [self.num_heads, self.num_kv_heads], 1)
+        backend.write(key, heads[:, both:], kv_cache, step.attention)
+        return query
+
+    def _write_fused(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        return rope_and_cache(
+            qkv,
+            *step.rotary_tables,
+            step.common.positions,
+            step.common.slot_mapping,
+            kv_cache,
+            self.num_heads,
+            self.num_kv_heads,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+        )

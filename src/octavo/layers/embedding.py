@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.config.engine import LinearBackend
+from octavo.kernels.triton.embedding import embed
 from octavo.layers.linear import Linear
 
 _META = torch.device("meta")
@@ -22,7 +24,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(empty, requires_grad=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: (T,) int64 -> (T, hidden_size)."""
+        """input_ids: (T,) int32 or int64 -> (T, hidden_size)."""
+        if input_ids.is_cuda:
+            return embed(input_ids, self.weight)
         return F.embedding(input_ids, self.weight)
 
 
@@ -43,9 +47,9 @@ class LMHead(Linear):
         if tied is not None:
             self.weight = None  # The meta tensor took no memory.
 
-    def finalize(self) -> None:
+    def finalize(self, backend: LinearBackend) -> None:
         """Pack the weight. A tied one stays with the embedding too, which looks up its rows."""
         (tied,) = self._tied
         if tied is not None:
             self.weight = tied.weight
-        super().finalize()
+        super().finalize(backend)

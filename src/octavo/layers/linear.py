@@ -7,13 +7,15 @@ is computed is a `LinearKernel`, chosen by `finalize` after loading; design.md, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.config.engine import LinearBackend
+from octavo.kernels.triton.linear import fixed_linear
 from octavo.logging import get_logger
 
 logger = get_logger(__name__)
@@ -30,13 +32,20 @@ MAX_TILE_OUTPUTS = 4 << 20
 _NO_LARGER: tuple[int, ...] = (TILE,)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+PlainFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]
+"""(x, weight, bias, out) -> out."""
 
 
 class LinearKernel(Protocol):
     """y = x W^T + b for one loaded weight. A row of y depends only on that row of x."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (rows, in_features), any number of rows -> (rows, out_features), same dtype."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (rows, in_features), any number of rows -> (rows, out_features), same dtype.
+
+        With `out` the result is written there.
+        """
         ...
 
 
@@ -61,16 +70,42 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(empty, requires_grad=False)
         self._kernel: LinearKernel | None = None
 
-    def finalize(self) -> None:
-        """Pack the loaded weight for the device and let go of the plain one."""
+    def finalize(self, backend: LinearBackend) -> None:
+        """Choose the kernel and give it the loaded weight; the CPU's packs it and lets go of it."""
         assert self.weight is not None
-        self._kernel = TiledLinear(self.weight.data, None if self.bias is None else self.bias.data)
+        bias = None if self.bias is None else self.bias.data
+        self._kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
         self.weight = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype, in `out` if given."""
         assert self._kernel is not None, "finalize() was not called"
-        return self._kernel(x)
+        return self._kernel(x, out)
+
+
+class PlainLinear:
+    """GPU: one function of (x, weight, bias), for weights as they are stored."""
+
+    def __init__(
+        self, function: PlainFunction, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self._function, self._weight, self._bias = function, weight, bias
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        return self._function(x, self._weight, self._bias, out)
+
+
+def cublas_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + b by cuBLAS; a row's bits depend on the number of rows."""
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
 
 
 class TiledLinear:
@@ -86,8 +121,9 @@ class TiledLinear:
         hint, self.tiles = choose_tiles(self.out_features, in_features, weight.dtype, threads)
         self._product = packed_product(weight, bias, hint)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        assert out is None, "the CPU has no graphs to write for"
         rows = x.shape[0]
         padded = (rows + TILE - 1) // TILE * TILE
         if padded != rows:
@@ -95,10 +131,10 @@ class TiledLinear:
         if padded in self.tiles:
             return self._product(x)[:rows]
         sizes = cover(padded, self.tiles)
-        out = x.new_empty(padded, self.out_features)
-        for part, target in zip(torch.split(x, sizes), torch.split(out, sizes), strict=True):
+        result = x.new_empty(padded, self.out_features)
+        for part, target in zip(torch.split(x, sizes), torch.split(result, sizes), strict=True):
             target.copy_(self._product(part))
-        return out[:rows]
+        return result[:rows]
 
 
 def cover(rows: int, tiles: tuple[int, ...]) -> list[int]:
@@ -183,3 +219,11 @@ def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) ->
     if not agrees(TILE):
         logger.warning("a row's bits depend on its place in a call of 16 rows on this machine")
     return (TILE, *(tile for tile in candidates if agrees(tile)))
+
+
+LINEAR_KERNELS: dict[LinearBackend, Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]] = {
+    "tiled": TiledLinear,
+    "cublas": partial(PlainLinear, cublas_linear),
+    "fixed": partial(PlainLinear, fixed_linear),
+}
+"""cublas is the only one whose rows depend on how many there are."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from octavo.kernels.triton.norm import rms_norm
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF."""
@@ -22,8 +24,11 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: (rows, hidden_size). Returns (normalised x + residual, x + residual).
 
-        Without a residual x itself is normalised and becomes the residual.
+        Without a residual x itself is normalised and becomes the residual. On a GPU the sum is
+        written into `residual`.
         """
+        if x.is_cuda:
+            return rms_norm(x, self.weight, self.eps, residual)
         residual = x if residual is None else x + residual
         wide = residual.float()
         variance = wide.square().mean(-1, keepdim=True)

@@ -52,7 +52,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().to(device), persistent=False)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: (T,) int64 -> cos and sin, (T, 1, head_dim / 2) fp32, for `forward`."""
+        """positions: (T,) int64 -> cos and sin, (T, 1, head_dim / 2) fp32, for `forward`.
+
+        On a GPU the whole tables, (max_positions, head_dim / 2): the fused op looks up its rows.
+        """
+        if positions.is_cuda:
+            return self.cos, self.sin
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
     def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

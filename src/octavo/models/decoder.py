@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.config.engine import LinearBackend
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.config.model import ModelConfig
 from octavo.layers.activation import silu_and_mul
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, StepContext
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -65,17 +66,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype, device)
-        self.self_attn = Attention(
-            hidden,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            rotary,
-            backend,
-            dtype,
-            device,
-            config.attention_bias,
-        )
+        self.self_attn = Attention(config, rotary, backend, dtype, device)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, device)
         self.mlp = MLP(config, dtype, device)
 
@@ -83,13 +74,12 @@ class DecoderLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotary_tables: tuple[torch.Tensor, torch.Tensor],
         kv_cache: torch.Tensor,
-        metadata: Any,
+        step: StepContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (T, hidden_size), not yet added to the residual. Returns both for the next layer."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotary_tables, kv_cache, metadata)
+        x = self.self_attn(x, kv_cache, step)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -122,34 +112,34 @@ class DecoderModel(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        common: CommonAttentionMetadata,
         kv_caches: list[torch.Tensor],
-        metadata: Any,
+        attention: Any,
     ) -> torch.Tensor:
         """Run one step and write its K/V.
 
-        input_ids, positions: (T,) int64; kv_caches: one a layer, shaped by the backend; metadata:
-        from the backend's build_metadata. Returns the final hidden states (T, hidden_size).
+        input_ids: (T,) int32 or int64; kv_caches: one a layer, shaped by the backend; attention:
+        from the backend's build_metadata(common). Returns the final hidden states (T, hidden_size).
         """
-        tables = self.rotary.tables(positions)
+        step = StepContext(common, attention, self.rotary.tables(common.positions))
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, tables, kv_cache, metadata)
+            x, residual = layer(x, residual, kv_cache, step)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (S, hidden_size) -> (S, vocab_size) float32."""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: (S, hidden_size) -> (S, vocab_size), same dtype, written to `out` if given."""
+        logits: torch.Tensor = self.lm_head(hidden, out)
+        return logits
 
     def kv_cache_specs(self, block_size: int) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache."""
         return [self.config.kv_cache_spec(block_size) for _ in self.layers]
 
-    def finalize(self) -> None:
-        """Pack all linear weights for the device, once, after loading."""
+    def finalize(self, linear_backend: LinearBackend) -> None:
+        """Make all linear weights ready to run, once, after loading."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.finalize()
+                module.finalize(linear_backend)

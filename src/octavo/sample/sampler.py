@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,15 @@ from octavo.sample.state import Column, Feature, SamplingState
 _DRAW_ELEMENTS = 1 << 21  # logits of random rows drawn at a time: bounds the temporaries
 
 
+class CollectedSample(NamedTuple):
+    """A sampled batch as plain data. Row numbers are those of the logits."""
+
+    token_ids: list[int]
+    """Without meaning for rows in `errors`."""
+    errors: dict[int, str]
+    logprobs: dict[int, TokenLogprobs]
+
+
 @dataclass(slots=True)
 class SamplerOutput:
     """Result of one call. Row numbers are those of the logits."""
@@ -35,6 +45,10 @@ class SamplerOutput:
     """Rows whose request asked, errors excepted."""
     errors: dict[int, str] = field(default_factory=dict)
     """Rows that have no token, and why; the others are unaffected."""
+
+    def collect(self) -> CollectedSample:
+        """The same as plain data."""
+        return CollectedSample(self.token_ids.tolist(), self.errors, self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.config import machine
+from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
 from octavo.models import registry
@@ -21,7 +22,11 @@ _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 def load_model(
-    config: ModelConfig, backend: AttentionBackend, device: torch.device, seed: int = 0
+    config: ModelConfig,
+    backend: AttentionBackend,
+    device: torch.device,
+    seed: int = 0,
+    linear_backend: LinearBackend = "tiled",
 ) -> DecoderModel:
     """Build the model, fill and pack its weights. `seed` matters for load_format dummy only.
 
@@ -33,7 +38,7 @@ def load_model(
     _check_memory(config, device)
     model = registry.build_model(config, backend, device)
     load_weights(model, config, seed)
-    model.finalize()
+    model.finalize(linear_backend)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the model's
     return model

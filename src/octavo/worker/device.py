@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Literal
+
 import torch
 
 from octavo.config.machine import available_memory, cpu_name
 from octavo.config.resolve import DeviceFacts
+from octavo.errors import ConfigError
+from octavo.logging import get_logger
+
+logger = get_logger(__name__)
+
+MIN_CAPABILITY = (9, 0)
 
 
-def probe_device() -> DeviceFacts:
-    """Facts of the CPU: name, threads that torch uses, memory free now (container limit honoured)."""
+def probe_device(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceFacts:
+    """Facts of the device to run on; auto takes a GPU that the kernels are made for.
+
+    Memory is what is free now (a CPU container's limit honoured). Raises ConfigError if a GPU is
+    asked for and cannot be used.
+    """
+    if wanted != "cpu":
+        problem = _gpu_problem()
+        if problem is None:
+            free, total = torch.cuda.mem_get_info()
+            name = torch.cuda.get_device_name()
+            return DeviceFacts("cuda", name, torch.get_num_threads(), free, total)
+        if wanted == "cuda":
+            raise ConfigError(f"device='cuda': {problem}")
+        if torch.cuda.is_available():
+            logger.warning("running on the CPU: %s", problem)
     return DeviceFacts(
         kind="cpu",
         name=cpu_name(),
         num_threads=torch.get_num_threads(),
         available_bytes=available_memory(),
     )
+
+
+def _gpu_problem() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here; use device='auto' or 'cpu'"
+    if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+        found = ".".join(map(str, capability))
+        return f"{torch.cuda.get_device_name()} has compute capability {found}; 9.0 is the least"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install octavo[gpu]"
+    return None

@@ -1,13 +1,13 @@
-"""ForwardBatch: the tensors of one step, flattened over requests, made on the device from the slots.
+"""ForwardBatch: one step, flattened over requests; its tensors are made on the device from the slots.
 
 The host knows only upper bounds of positions while steps are in flight; everything exact (positions,
-input ids, slot mapping, sequence lengths) is computed here from device state.
+input ids, slot mapping, sequence lengths) is computed on the device. This is the torch way; the
+GPU's is `worker.step_inputs`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,22 +19,19 @@ from octavo.worker.request_slots import RequestSlots
 class ForwardBatch:
     """One step. T tokens of R requests; S of them get logits and a sampled token."""
 
-    request_ids: list[str]
-    slots: torch.Tensor
-    """(R,) int64 request slot of each request."""
+    sampled_ids: list[str]
+    """Request of each sampled row."""
+    sampled_slots: list[int]
+    """Its request slot."""
+    num_tokens: int
+    """T."""
     input_ids: torch.Tensor
-    """(T,) int64."""
-    positions: torch.Tensor
-    """(T,) int64 absolute positions."""
-    query_lens: torch.Tensor
-    """(R,) int64 tokens of each request in this step."""
+    """(T,) int32 or int64."""
+    common: CommonAttentionMetadata
     logits_indices: torch.Tensor
     """(S,) int64 rows of the hidden states that are sampled."""
-    sampling_rows: torch.Tensor
-    """(S,) int64 index into the R requests for each sampled row."""
-    common: CommonAttentionMetadata
-    attention: Any
-    """What the attention backend built from `common`."""
+    sample_slots: torch.Tensor
+    """(S,) int32 or int64: `sampled_slots` on the device."""
 
 
 def build_common_metadata(

@@ -2,12 +2,14 @@
 
 `launch` only queues device work and returns; `LaunchedStep.collect` waits for it and makes plain data.
 Nothing that the next launch needs passes through `collect`: sampled tokens are written into the
-request slots on the device.
+request slots on the device. What differs between devices is in `cpu_runner` and `gpu_runner`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -19,13 +21,21 @@ from octavo.kv_transfer.connector import KVConnectorWorker, NullWorkerConnector
 from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
-from octavo.sample.sampler import Sampler, SamplerOutput
+from octavo.sample.sampler import CollectedSample
 from octavo.sample.state import SamplingState
-from octavo.worker.forward_batch import ForwardBatch, build_common_metadata
+from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.prompt_scores import PromptScorer
 from octavo.worker.request_slots import RequestSlots
 
 logger = get_logger(__name__)
+
+
+class PendingSample(Protocol):
+    """Tokens that the device is still choosing."""
+
+    def collect(self) -> CollectedSample:
+        """Wait for them. May be called again after an interrupt."""
+        ...
 
 
 @dataclass(slots=True)
@@ -56,29 +66,29 @@ class LaunchedStep:
     step_id: int
     request_ids: list[str] = field(default_factory=list)
     """Requests of the sampled rows, in row order."""
-    sampled: SamplerOutput | None = None
+    sampled: PendingSample | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def collect(self) -> ModelRunnerOutput:
-        """Wait for the device and return plain data."""
+        """Wait for the device and return plain data. May be called again after an interrupt."""
         output = ModelRunnerOutput(
-            self.step_id, prompt_logprobs=self.prompt_logprobs, errors=self.errors
+            self.step_id, prompt_logprobs=self.prompt_logprobs, errors=dict(self.errors)
         )
         if self.sampled is None:
             return output
-        token_ids = self.sampled.token_ids.tolist()
+        sampled = self.sampled.collect()
         for row, request_id in enumerate(self.request_ids):
-            if row in self.sampled.errors:
-                output.errors[request_id] = self.sampled.errors[row]
+            if row in sampled.errors:
+                output.errors[request_id] = sampled.errors[row]
                 continue
-            output.sampled_token_ids[request_id] = [token_ids[row]]
-            if row in self.sampled.logprobs:
-                output.logprobs[request_id] = [self.sampled.logprobs[row]]
+            output.sampled_token_ids[request_id] = [sampled.token_ids[row]]
+            if row in sampled.logprobs:
+                output.logprobs[request_id] = [sampled.logprobs[row]]
         return output
 
 
-class ModelRunner:
+class ModelRunner(ABC):
     """Owns the request slots and sampling state of one rank; the KV cache is given."""
 
     def __init__(
@@ -90,6 +100,7 @@ class ModelRunner:
         device: torch.device,
         connector: KVConnectorWorker | None = None,
     ) -> None:
+        self._config = config
         scheduler, self._block_size = config.scheduler, config.cache.block_size
         self._model, self._backend, self._kv_caches = model, backend, kv_caches
         self._device = device
@@ -99,12 +110,34 @@ class ModelRunner:
             scheduler.max_num_seqs, scheduler.max_model_len, self._block_size, device
         )
         self._sampling = SamplingState(scheduler.max_num_seqs, config.model.vocab_size, device)
-        self._sampler = Sampler()
         num_slots = kv_caches[0].shape[0] * self._block_size
         self._scorer = PromptScorer(
             model, num_slots, config.model.hidden_size, TORCH_DTYPES[config.model.dtype]
         )
         self._residents: dict[str, _Resident] = {}
+
+    @abstractmethod
+    def _prepare(
+        self,
+        slots: list[int],
+        query_lens: list[int],
+        seq_lens: list[int],
+        sampled_rows: list[int],
+        sampled_ids: list[str],
+    ) -> ForwardBatch:
+        """The tensors of a step, and num_computed_tokens advanced.
+
+        slots, query_lens, seq_lens (upper bounds): one a request; sampled_rows: which of them get a
+        token; sampled_ids: their names.
+        """
+
+    @abstractmethod
+    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states (T, hidden_size) and logits (S, vocab_size)."""
+
+    @abstractmethod
+    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> PendingSample:
+        """Choose a token a row, and append it to its request slot on the device."""
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
@@ -150,74 +183,32 @@ class ModelRunner:
         }
         if not scheduled:
             return
-        batch = self._prepare(scheduled, plan.sampling_requests)
-        self._connector.start_load_kv(plan.kv_connector_metadata)
-        hidden = self._model.forward(
-            batch.input_ids, batch.positions, self._kv_caches, batch.attention
-        )
-        self._connector.save_kv(plan.kv_connector_metadata)
-        self.slots.num_computed_tokens.index_add_(0, batch.slots, batch.query_lens.to(torch.int32))
-        self._score_prompts(scheduled, batch, hidden, step)
-        step.request_ids = [batch.request_ids[row] for row in batch.sampling_rows.tolist()]
-        if step.request_ids:
-            step.sampled = self._sample(batch, step.request_ids, hidden)
-
-    def _prepare(self, scheduled: dict[str, int], sampling_requests: set[str]) -> ForwardBatch:
-        request_ids = list(scheduled)
-        query_lens = list(scheduled.values())
         seq_lens = []
         for request_id, query_len in scheduled.items():
             resident = self._residents[request_id]
             resident.num_computed_tokens += query_len
             seq_lens.append(resident.num_computed_tokens)
-        rows = torch.tensor(
-            [self.slots.slot_of[request_id] for request_id in request_ids], device=self._device
+        names = list(scheduled)
+        sampled_rows = [row for row, name in enumerate(names) if name in plan.sampling_requests]
+        batch = self._prepare(
+            [self.slots.slot_of[name] for name in names],
+            list(scheduled.values()),
+            seq_lens,
+            sampled_rows,
+            [names[row] for row in sampled_rows],
         )
-        common, input_ids = build_common_metadata(
-            self.slots, rows, query_lens, seq_lens, self._block_size
-        )
-        sampling_rows = torch.tensor(
-            [row for row, name in enumerate(request_ids) if name in sampling_requests],
-            dtype=torch.int64,
-            device=self._device,
-        )
-        return ForwardBatch(
-            request_ids=request_ids,
-            slots=rows,
-            input_ids=input_ids,
-            positions=common.positions,
-            query_lens=torch.tensor(query_lens, device=self._device),
-            logits_indices=common.query_start_loc[1:][sampling_rows].to(torch.int64) - 1,
-            sampling_rows=sampling_rows,
-            common=common,
-            attention=self._backend.build_metadata(common),
-        )
-
-    def _sample(
-        self, batch: ForwardBatch, request_ids: list[str], hidden: torch.Tensor
-    ) -> SamplerOutput:
-        logits = self._model.compute_logits(hidden[batch.logits_indices])
-        rows = batch.slots[batch.sampling_rows]
-        num_tokens = self.slots.num_tokens[rows].to(torch.int64)
-        sampled = self._sampler.sample(
-            logits,
-            [self.slots.slot_of[request_id] for request_id in request_ids],
-            self._sampling,
-            self.slots.token_ids,
-            num_tokens,
-            self.slots.num_prompt_tokens[rows].to(torch.int64),
-        )
-        # A failed row has no token, but the next step may already be launched with it: any valid
-        # id will do, its result is dropped.
-        token_ids = sampled.token_ids.clamp(min=0).to(torch.int32)
-        self.slots.token_ids[rows, num_tokens] = token_ids
-        self.slots.num_tokens[rows] += 1
-        return sampled
+        self._connector.start_load_kv(plan.kv_connector_metadata)
+        hidden, logits = self._forward(batch)
+        self._connector.save_kv(plan.kv_connector_metadata)
+        self._score_prompts(scheduled, batch.common.slot_mapping, hidden, step)
+        if batch.sampled_ids:
+            step.request_ids = batch.sampled_ids
+            step.sampled = self._sample(batch, logits)
 
     def _score_prompts(
         self,
         scheduled: dict[str, int],
-        batch: ForwardBatch,
+        slot_mapping: torch.Tensor,
         hidden: torch.Tensor,
         step: LaunchedStep,
     ) -> None:
@@ -227,7 +218,7 @@ class ModelRunner:
             end = start + query_len
             resident = self._residents[request_id]
             if resident.num_top is not None:
-                self._scorer.keep(hidden[start:end], batch.common.slot_mapping[start:end])
+                self._scorer.keep(hidden[start:end], slot_mapping[start:end])
                 if positions := self._positions_to_score(resident):
                     try:
                         scores = self._score(request_id, positions, resident.num_top)

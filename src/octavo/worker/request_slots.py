@@ -1,7 +1,7 @@
 """Request slots: the device's own copy of every running request's state, in rows that never move.
 
-All integer state lives in one int32 arena; a step's changes are (index, value) pairs staged in one
-host buffer and applied by one scatter, so a plan costs one copy whatever it contains. Sampled tokens
+All integer state lives in one int32 arena; a step's changes are runs of values staged in one host
+buffer and applied by one scatter, so a plan costs one launch whatever it contains. Sampled tokens
 are written by the device itself and never pass through the host before the next step reads them.
 """
 
@@ -11,6 +11,12 @@ import numpy as np
 import torch
 
 from octavo.core.scheduler_output import NewRequestData, SchedulerOutput
+from octavo.errors import ConfigError
+from octavo.kernels.triton.step_inputs import write_segments
+from octavo.worker.pinned import PinnedRing
+
+MAX_ARENA = 2**31 - 1
+FIRST_STAGING = 1 << 16  # int32s; grows with the prompts
 
 
 class RequestSlots:
@@ -27,6 +33,11 @@ class RequestSlots:
         self.max_blocks = -(-max_model_len // block_size)
         widths = [max_model_len, self.max_blocks, 1, 1, 1]
         sizes = [max_num_seqs * width for width in widths]
+        if sum(sizes) > MAX_ARENA:
+            raise ConfigError(
+                f"max_num_seqs={max_num_seqs} times max_model_len={max_model_len} is more than the "
+                f"{MAX_ARENA} entries that request slots can have"
+            )
         self._starts = [0, *np.cumsum(sizes).tolist()]
         self._widths = widths
         self.arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -37,6 +48,7 @@ class RequestSlots:
         self.token_ids = views[0].view(max_num_seqs, max_model_len)
         self.block_table = views[1].view(max_num_seqs, self.max_blocks)
         self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = views[2:]
+        self._staging = PinnedRing(device, FIRST_STAGING)
         self.slot_of: dict[str, int] = {}
         self._num_blocks_of: dict[str, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -86,13 +98,15 @@ class RequestSlots:
     def _apply(self, writes: list[tuple[int, list[int]]]) -> None:
         if not writes:
             return
-        lengths = [len(values) for _, values in writes]
-        total = sum(lengths)
-        staged = np.empty((2, total), dtype=np.int64)
-        position = 0
-        for (start, values), length in zip(writes, lengths, strict=True):
-            staged[0, position : position + length] = np.arange(start, start + length)
-            staged[1, position : position + length] = values
-            position += length
-        delta = torch.from_numpy(staged).to(self.arena.device, non_blocking=True)
-        self.arena.index_copy_(0, delta[0], delta[1].to(torch.int32))
+        targets = np.array([start for start, _ in writes], dtype=np.int32)
+        lengths = np.array([len(values) for _, values in writes], dtype=np.int32)
+        offsets = np.zeros(len(writes) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        values = [np.asarray(values, dtype=np.int32) for _, values in writes]
+        if self.arena.is_cuda:
+            staged = self._staging.stage([targets, offsets, *values])
+            write_segments(self.arena, staged, len(writes))
+            self._staging.release()
+            return
+        index = np.repeat(targets - offsets[:-1], lengths) + np.arange(offsets[-1])
+        self.arena.index_copy_(0, torch.from_numpy(index), torch.from_numpy(np.concatenate(values)))

@@ -9,29 +9,47 @@ from pathlib import Path
 
 import torch
 
+from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
-from octavo.config.resolve import size_kv_pool
+from octavo.config.resolve import engine_share, size_kv_pool
 from octavo.core.scheduler_output import SchedulerOutput
 from octavo.models.decoder import TORCH_DTYPES
 from octavo.weights.loader import load_model
+from octavo.worker.cpu_runner import CpuModelRunner
+from octavo.worker.device import probe_device
 from octavo.worker.forward_batch import build_common_metadata
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.request_slots import RequestSlots
 
+GRAPH_RESERVE = 1 << 30
+"""GPU bytes kept for CUDA graphs, their outputs, and what the driver takes for them."""
+
 
 class Worker:
-    """Life cycle: construct (weights are loaded), `size_pool`, `initialise`, then `launch` per step."""
+    """Life cycle: construct (weights are loaded), `size_pool`, `initialise`, then `launch` per step.
+
+    All calls come from one thread, whose current CUDA stream is set at construction.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._device = torch.device(config.device)
-        spec = config.model.kv_cache_spec(config.cache.block_size)
-        self._backend = ReferenceAttention(config.model.num_heads, spec)
-        self._model = load_model(config.model, self._backend, self._device, config.seed)
+        if config.device == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        self._backend = self._make_backend()
+        self._model = load_model(
+            config.model, self._backend, self._device, config.seed, config.linear_backend
+        )
         self._specs = self._model.kv_cache_specs(config.cache.block_size)
         self._runner: ModelRunner | None = None
+
+    def _make_backend(self) -> AttentionBackend:
+        model = self._config.model
+        return ReferenceAttention(
+            model.num_heads, model.kv_cache_spec(self._config.cache.block_size)
+        )
 
     @torch.inference_mode()
     def size_pool(self) -> tuple[int, Decision]:
@@ -43,8 +61,12 @@ class Worker:
         free again. A block costs its K/V and its part of the store of hidden states for prompt
         scores. Raises ConfigError if not even one block of the asked size fits.
         """
-        available = available_memory()
-        available -= _peak_bytes(self._run_dummy)
+        if self._config.device == "cuda":
+            peak = _peak_gpu_bytes(self._run_dummy)
+            available = engine_share(self._config, probe_device("cuda")) - peak - GRAPH_RESERVE
+        else:
+            available = available_memory()
+            available -= _peak_bytes(self._run_dummy)
         model, block_size = self._config.model, self._config.cache.block_size
         block_bytes = sum(spec.block_bytes for spec in self._specs)
         block_bytes += block_size * model.hidden_size * TORCH_DTYPES[model.dtype].itemsize
@@ -53,7 +75,7 @@ class Worker:
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
         """Allocate the KV cache and the runner."""
         kv_caches = self._allocate(num_blocks)
-        self._runner = ModelRunner(config, self._model, self._backend, kv_caches, self._device)
+        self._runner = CpuModelRunner(config, self._model, self._backend, kv_caches, self._device)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step."""
@@ -87,9 +109,21 @@ class Worker:
         common, input_ids = build_common_metadata(slots, rows, lens, lens, block_size)
         kv_caches = self._allocate(num_blocks + 1)
         hidden = self._model.forward(
-            input_ids, common.positions, kv_caches, self._backend.build_metadata(common)
+            input_ids, common, kv_caches, self._backend.build_metadata(common)
         )
         self._model.compute_logits(hidden[: scheduler.max_num_seqs])
+
+
+def _peak_gpu_bytes(run: Callable[[], None]) -> int:
+    """Most GPU memory that `run` held at once beyond what was held before; it is free again."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return peak
 
 
 def _peak_bytes(run: Callable[[], None]) -> int:

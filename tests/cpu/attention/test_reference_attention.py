@@ -60,7 +60,8 @@ class Fixture:
             for tensors in (self.q, self.k, self.v)
         )
         metadata = self.backend.build_metadata(common)
-        out = self.backend.forward(q, k, v, self.cache, metadata, SCALE)
+        self.backend.write(k, v, self.cache, metadata)
+        out = self.backend.attend(q, self.cache, metadata, SCALE)
         return dict(zip(counts, torch.split(out, list(counts.values())), strict=True))
 
     def run(self, request: int, chunks: Sequence[int]) -> torch.Tensor:
@@ -154,7 +155,8 @@ def test_padding_tokens_write_nothing_and_return_zero() -> None:
         for t in (fixture.q, fixture.k, fixture.v)
     )
     metadata = fixture.backend.build_metadata(padded)
-    out = fixture.backend.forward(q, k, v, fixture.cache, metadata, SCALE)
+    fixture.backend.write(k, v, fixture.cache, metadata)
+    out = fixture.backend.attend(q, fixture.cache, metadata, SCALE)
     assert_close(out[:10], fixture.expected(0), 3e-6)
     assert (out[10:] == 0).all()
     assert (fixture.cache[0] == 0).all()

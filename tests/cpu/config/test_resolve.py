@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from octavo.config.engine import EngineArgs, EngineConfig
 from octavo.config.model import ModelConfig
 from octavo.config.resolve import (
     DeviceFacts,
+    engine_share,
     estimate_pool,
     finalise,
     make_args,
@@ -78,7 +81,6 @@ def test_every_decision_has_a_value_and_a_reason() -> None:
         ("seed", "zero"),
         ("dtype", "int8"),
         ("device", "tpu"),
-        ("device", "cuda"),
         ("scheduling_policy", "lifo"),
         ("load_format", "pickle"),
         ("enable_prefix_caching", 1),
@@ -144,4 +146,55 @@ def test_context_limit_follows_the_pool() -> None:
 def test_estimate_leaves_room_for_the_weights() -> None:
     config = resolved(max_num_seqs=256)
     least = MODEL.weight_bytes() + 8 * BLOCK_BYTES
-    assert estimate_pool(config, least)[0] == 4
+    assert estimate_pool(config, replace(FACTS, available_bytes=least))[0] == 4
+
+
+H200 = DeviceFacts("cuda", "H200", 16, available_bytes=130 << 30, total_bytes=140 << 30)
+WIDE = replace(MODEL, num_heads=1, num_kv_heads=1, head_dim=64, dtype="bfloat16")
+
+
+def on_gpu(model: ModelConfig = WIDE, **settings: Any) -> EngineConfig:
+    return resolve(make_args({"model": "m", **settings}), model, H200)
+
+
+def test_gpu_defaults() -> None:
+    config = on_gpu()
+    assert (config.device, config.linear_backend, config.enforce_eager) == ("cuda", "fixed", False)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
+    assert config.cache.gpu_memory_utilization == 0.92
+
+
+def test_a_float32_checkpoint_runs_as_bfloat16_on_a_gpu() -> None:
+    config = on_gpu(replace(WIDE, dtype="float32"))
+    assert config.model.dtype == "bfloat16"
+    [decision] = [one for one in config.decisions if one.name == "dtype"]
+    assert decision.value == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "named"),
+    [
+        (replace(WIDE, dtype="float32"), {"dtype": "float32"}, "dtype='float32'"),
+        (replace(WIDE, head_dim=80), {}, "head_dim=80"),
+        (WIDE, {"block_size": 8}, "block_size=8"),
+        (WIDE, {"linear_backend": "tiled"}, "linear_backend='tiled'"),
+    ],
+)
+def test_what_gpu_kernels_do_not_take_is_refused_by_name(
+    model: ModelConfig, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        on_gpu(model, **settings)
+
+
+def test_cublas_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="linear_backend='cublas'"):
+        resolved(linear_backend="cublas")
+
+
+def test_gpu_pool_takes_its_share_of_all_the_memory() -> None:
+    """What others hold, and what is kept free, comes off; the pool is not cut to what requests use."""
+    config = on_gpu(gpu_memory_utilization=0.5, max_num_seqs=1, max_model_len=64)
+    assert engine_share(config, H200) == 60 << 30
+    block = WIDE.kv_cache_spec(16).block_bytes * WIDE.num_layers
+    assert estimate_pool(config, H200)[0] == ((60 << 30) - WIDE.weight_bytes()) // block

@@ -49,7 +49,7 @@ def test_rms_norm_adds_the_residual_first(dtype: torch.dtype) -> None:
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     x = torch.randn(5, 122).mul(4).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    assert_close(silu_and_mul(x), F.silu(gate) * up, 1e-5 if dtype == torch.float32 else 0.5)
+    assert_close(silu_and_mul(x), F.silu(gate) * up, 1e-4 if dtype == torch.float32 else 0.5)
     extreme = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], dtype=dtype)
     assert silu_and_mul(extreme).tolist() == [[0.0, 200.0]]
 
@@ -176,7 +176,7 @@ def test_lm_head_tied_or_not(tied: bool) -> None:
     assert [name for name, _ in head.named_parameters()] == ([] if tied else ["weight"])
     if head.weight is not None:
         head.weight.data.copy_(-embedding.weight)
-    head.finalize()
+    head.finalize("tiled")
     hidden = embedding(torch.tensor([5, 130]))
     expected = hidden @ embedding.weight.T * (1 if tied else -1)
     assert_close(head(hidden), expected, 1e-4)

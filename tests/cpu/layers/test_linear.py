@@ -93,6 +93,6 @@ def test_the_plain_weight_is_released() -> None:
     layer = Linear(64, (32, 16), torch.float32, CPU)
     assert layer.weight is not None
     layer.weight.data.uniform_()
-    layer.finalize()
+    layer.finalize("tiled")
     assert list(layer.parameters()) == []
     assert layer(torch.ones(3, 64)).shape == (3, 48)

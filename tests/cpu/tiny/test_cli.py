@@ -135,7 +135,7 @@ def test_info_describes_a_model_that_does_not_fit(
 ) -> None:
     """Whether resolving the settings finds out, or sizing the pool."""
     facts_now = DeviceFacts("cpu", "small machine", 1, available_bytes)
-    monkeypatch.setattr(info, "probe_device", lambda: facts_now)
+    monkeypatch.setattr(info, "probe_device", lambda wanted: facts_now)
     status, out, err = octavo(capsys, "info", letters, "--json")
     facts = json.loads(out)
     assert (status, err) == (0, "")

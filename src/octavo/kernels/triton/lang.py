@@ -23,8 +23,8 @@ except ImportError:
                 self.value = value
 
         @staticmethod
-        def jit(function: Any) -> Any:
-            return _Kernel(function)
+        def jit(function: Any = None, **options: Any) -> Any:
+            return _Kernel if function is None else _Kernel(function)
 
     class _Kernel:
         def __init__(self, function: Any) -> None:

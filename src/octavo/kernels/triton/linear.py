@@ -99,9 +99,12 @@ def launch_options(tile: Tile, even_k: bool, bias: bool) -> dict[str, int | bool
 
 
 def fixed_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: (M, K); weight: (N, K); bias: (N,) -> (M, N) in x's dtype, bf16 or fp16.
+    """x: (M, K); weight: (N, K); bias: (N,) -> (M, N) in x's dtype, bf16 or fp16, in `out` if given.
 
     A row's bits depend on that row only, whatever M is. All contiguous; N and K are multiples of 8,
     M is any number. Raises KernelError for what does not fit.
@@ -113,15 +116,19 @@ def fixed_linear(
     n, k = weight.shape
     if x.shape[1] != k or n % 8 or k % 8:
         raise KernelError(f"fixed_linear cannot multiply {tuple(x.shape)} by {(n, k)} transposed")
-    return linear_by_tile(x, weight, bias, choose_tile(x.shape[0], n))
+    return linear_by_tile(x, weight, bias, choose_tile(x.shape[0], n), out)
 
 
 def linear_by_tile(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fixed_linear` of operands that fit, with a given tile."""
     rows, (n, k) = x.shape[0], weight.shape
-    y = x.new_empty(rows, n)
+    y = x.new_empty(rows, n) if out is None else out
     if rows:
         options = launch_options(tile, k % tile.block_k == 0, bias is not None)
         programs = -(-rows // tile.block_m) * -(-n // tile.block_n)

@@ -1,0 +1,66 @@
+"""The model runner of the CPU: every tensor of a step is made by torch, at its exact size."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.sample.sampler import Sampler, SamplerOutput
+from octavo.worker.forward_batch import ForwardBatch, build_common_metadata
+from octavo.worker.model_runner import ModelRunner
+
+
+class CpuModelRunner(ModelRunner):
+    """See ModelRunner. `launch` runs the step; nothing is left for `collect` to wait for."""
+
+    _sampler = Sampler()
+
+    def _prepare(
+        self,
+        slots: list[int],
+        query_lens: list[int],
+        seq_lens: list[int],
+        sampled_rows: list[int],
+        sampled_ids: list[str],
+    ) -> ForwardBatch:
+        rows = torch.tensor(slots)
+        common, input_ids = build_common_metadata(
+            self.slots, rows, query_lens, seq_lens, self._block_size
+        )
+        self.slots.num_computed_tokens[rows] = common.seq_lens
+        picked = torch.tensor(sampled_rows, dtype=torch.int64)
+        return ForwardBatch(
+            sampled_ids=sampled_ids,
+            sampled_slots=[slots[row] for row in sampled_rows],
+            num_tokens=len(input_ids),
+            input_ids=input_ids,
+            common=common,
+            logits_indices=common.query_start_loc[1:][picked].to(torch.int64) - 1,
+            sample_slots=rows[picked],
+        )
+
+    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self._model.forward(
+            batch.input_ids,
+            batch.common,
+            self._kv_caches,
+            self._backend.build_metadata(batch.common),
+        )
+        return hidden, self._model.compute_logits(hidden[batch.logits_indices])
+
+    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> SamplerOutput:
+        rows = batch.sample_slots
+        num_tokens = self.slots.num_tokens[rows].to(torch.int64)
+        sampled = self._sampler.sample(
+            logits,
+            batch.sampled_slots,
+            self._sampling,
+            self.slots.token_ids,
+            num_tokens,
+            self.slots.num_prompt_tokens[rows].to(torch.int64),
+        )
+        # A failed row has no token, but the next step may already be launched with it: any valid
+        # id will do, its result is dropped.
+        token_ids = sampled.token_ids.clamp(min=0).to(torch.int32)
+        self.slots.token_ids[rows, num_tokens] = token_ids
+        self.slots.num_tokens[rows] += 1
+        return sampled
