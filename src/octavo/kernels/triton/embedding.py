@@ -10,7 +10,8 @@ from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
 
 
-@triton.jit
+# Ids may start anywhere in a buffer; that must not be another compilation.
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embed(ids, weight, out, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -23,7 +23,8 @@ def _head_norm(first, second, scale_1, scale_2, eps, HEAD_DIM: tl.constexpr, dty
     return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
 
-@triton.jit
+# Positions and slots may start anywhere in a buffer; that must not be another compilation.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rope_and_cache(
     qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query, block_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
