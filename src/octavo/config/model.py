@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from octavo.config.fields import FieldReader, token_ids
-from octavo.config.fields import shown as shown
+from octavo.config.fields import FieldReader, shown, token_ids
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.errors import ConfigError, ModelLoadError
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.config.model import shown
+from octavo.config.fields import shown
 from octavo.errors import ModelLoadError
 
 _T = TypeVar("_T")

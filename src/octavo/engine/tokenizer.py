@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.config.model import shown
+from octavo.config.fields import shown
 from octavo.engine.gguf_tokenizer import build_bpe, call_library
 from octavo.errors import InvalidRequestError, ModelLoadError
 from octavo.weights.gguf import GGUFFile

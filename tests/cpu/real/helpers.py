@@ -33,13 +33,14 @@ def prompts() -> list[str]:
     return [TEXTS[0], LONG, TEXTS[1], longest, TEXTS[2], TEXTS[3], LONG + TEXTS[4], "A"]
 
 
-def params() -> list[SamplingParams]:
+def params(max_tokens: int = 8) -> list[SamplingParams]:
     """Greedy and seeded requests in turn, all different, ignoring EOS so that lengths are known."""
     return [
         dataclasses.replace(
             GREEDY if index % 2 == 0 else SEEDED,
             seed=None if index % 2 == 0 else 1000 + index,
             ignore_eos=True,
+            max_tokens=max_tokens,
         )
         for index in range(8)
     ]
@@ -72,9 +73,9 @@ def fingerprint(output: RequestOutput) -> list[tuple[tuple[int, ...], bytes]]:
     return prints
 
 
-def run(llm: LLM, order: Sequence[int] = tuple(range(8))) -> list[Any]:
+def run(llm: LLM, order: Sequence[int] = tuple(range(8)), max_tokens: int = 8) -> list[Any]:
     """Fingerprints of the eight requests run together in the given order, listed by index."""
-    texts, settings = prompts(), params()
+    texts, settings = prompts(), params(max_tokens)
     outputs = llm.generate([texts[i] for i in order], [settings[i] for i in order], use_tqdm=False)
     by_index = dict(zip(order, outputs, strict=True))
     return [fingerprint(by_index[index]) for index in sorted(by_index)]
