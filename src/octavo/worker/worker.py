@@ -11,6 +11,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
+from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
 from octavo.config.resolve import engine_share, size_kv_pool
@@ -20,6 +21,7 @@ from octavo.weights.loader import load_model
 from octavo.worker.cpu_runner import CpuModelRunner
 from octavo.worker.device import probe_device
 from octavo.worker.forward_batch import build_common_metadata
+from octavo.worker.gpu_runner import GpuModelRunner
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.request_slots import RequestSlots
 
@@ -42,13 +44,18 @@ class Worker:
         self._model = load_model(
             config.model, self._backend, self._device, config.seed, config.linear_backend
         )
+        if config.device == "cuda":
+            torch.cuda.synchronize()  # weights were copied on other streams
         self._specs = self._model.kv_cache_specs(config.cache.block_size)
         self._runner: ModelRunner | None = None
 
     def _make_backend(self) -> AttentionBackend:
-        model = self._config.model
-        return ReferenceAttention(
-            model.num_heads, model.kv_cache_spec(self._config.cache.block_size)
+        model, scheduler = self._config.model, self._config.scheduler
+        spec = model.kv_cache_spec(self._config.cache.block_size)
+        if self._config.device == "cpu":
+            return ReferenceAttention(model.num_heads, spec)
+        return TritonAttention(
+            model.num_heads, spec, scheduler.max_num_seqs, scheduler.max_model_len, self._device
         )
 
     @torch.inference_mode()
@@ -75,7 +82,8 @@ class Worker:
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
         """Allocate the KV cache and the runner."""
         kv_caches = self._allocate(num_blocks)
-        self._runner = CpuModelRunner(config, self._model, self._backend, kv_caches, self._device)
+        runner = CpuModelRunner if config.device == "cpu" else GpuModelRunner
+        self._runner = runner(config, self._model, self._backend, kv_caches, self._device)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step."""

@@ -1,0 +1,153 @@
+"""The model runner of a GPU: inputs made on the device, CUDA graphs, results on a copy stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.core.request import EngineRequest
+from octavo.models.decoder import TORCH_DTYPES
+from octavo.sample.device_sampler import DeviceSample, DeviceSampler
+from octavo.sample.sampler import CollectedSample
+from octavo.sampling_params import SamplingParams
+from octavo.worker.cuda_graphs import CudaGraphs, bucket_sizes
+from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.step_inputs import StepInputs
+
+
+@dataclass(slots=True)
+class CopiedSample:
+    """A sample on its way to the host."""
+
+    sample: DeviceSample
+    copied: torch.cuda.Event
+
+    def collect(self) -> CollectedSample:
+        """Wait for the copy; see PendingSample."""
+        self.copied.synchronize()
+        return CollectedSample(*self.sample.collect())
+
+
+class GpuModelRunner(ModelRunner):
+    """See ModelRunner. All work goes to the stream that is current at construction."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self._config
+        scheduler, model = config.scheduler, config.model
+        self._max_num_seqs = scheduler.max_num_seqs
+        self._inputs = StepInputs(
+            self.slots, scheduler.max_num_batched_tokens, self._block_size, self._device
+        )
+        self._sampler = DeviceSampler(scheduler.max_num_seqs, model.vocab_size, self._device)
+        self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graphs: CudaGraphs | None = None
+        with torch.inference_mode():
+            if not config.enforce_eager:
+                self._graphs = self._capture()
+            self._warm_up()
+
+    def _capture(self) -> CudaGraphs:
+        config = self._config
+        sizes = bucket_sizes(config.scheduler.max_num_batched_tokens)
+        rows = min(sizes[-1], self._max_num_seqs)
+        self._logits = self._empty_logits(rows)
+        self._inputs.fill([], [], [], (rows, sizes[-1]))
+        return CudaGraphs(self._forward_bucket, sizes)
+
+    def _empty_logits(self, rows: int) -> torch.Tensor:
+        model = self._config.model
+        dtype = TORCH_DTYPES[model.dtype]
+        return torch.zeros(rows, model.vocab_size, dtype=dtype, device=self._device)
+
+    def _warm_up(self) -> None:
+        """Compile what neither graphs nor the memory profile did: each way of sampling."""
+        for params in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(logprobs=1),
+            SamplingParams(top_p=0.9, top_k=10, min_p=0.01),
+        ):
+            self._sampling.add(0, EngineRequest("warm-up", [0], params, seed=0))
+            self._sampler.launch(
+                self._empty_logits(1),
+                [0],
+                self._inputs.sample_slots[:1].zero_(),
+                self._sampling,
+                self.slots.token_ids,
+                self.slots.num_tokens,
+                self.slots.num_prompt_tokens,
+            )
+            self._sampling.remove(0)
+        self.slots.arena.zero_()  # sampled tokens were written there
+
+    def _prepare(
+        self,
+        slots: list[int],
+        query_lens: list[int],
+        seq_lens: list[int],
+        sampled_rows: list[int],
+        sampled_ids: list[str],
+    ) -> ForwardBatch:
+        num_tokens, num_requests = sum(query_lens), len(slots)
+        padded = (num_requests, num_tokens)
+        if self._graphs is not None and (bucket := self._graphs.bucket(num_tokens)) is not None:
+            padded = (min(bucket, self._max_num_seqs), bucket)
+        self._inputs.fill(slots, query_lens, sampled_rows, padded)
+        num_sampled = len(sampled_rows)
+        return ForwardBatch(
+            sampled_ids=sampled_ids,
+            sampled_slots=[slots[row] for row in sampled_rows],
+            num_tokens=num_tokens,
+            input_ids=self._inputs.input_ids[:num_tokens],
+            common=self._inputs.common(num_requests, num_tokens),
+            logits_indices=self._inputs.logits_indices[:num_sampled],
+            sample_slots=self._inputs.sample_slots[:num_sampled],
+        )
+
+    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._graphs is not None:
+            bucket = self._graphs.bucket(batch.num_tokens)
+            if bucket is not None:
+                hidden = self._graphs.replay(bucket)
+                return hidden[: batch.num_tokens], self._logits[: len(batch.sampled_ids)]
+        hidden = self._model.forward(
+            batch.input_ids,
+            batch.common,
+            self._kv_caches,
+            self._backend.build_metadata(batch.common),
+        )
+        return hidden, self._model.compute_logits(hidden[batch.logits_indices])
+
+    def _forward_bucket(self, num_tokens: int) -> torch.Tensor:
+        """A padded step from the inputs to the logits, at fixed addresses. Returns hidden states."""
+        num_requests = min(num_tokens, self._max_num_seqs)
+        common = self._inputs.common(num_requests, num_tokens)
+        hidden = self._model.forward(
+            self._inputs.input_ids[:num_tokens],
+            common,
+            self._kv_caches,
+            self._backend.build_metadata(common),
+        )
+        picked = hidden[self._inputs.logits_indices[:num_requests]]
+        self._model.compute_logits(picked, out=self._logits[:num_requests])
+        return hidden
+
+    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> CopiedSample:
+        sample = self._sampler.launch(
+            logits,
+            batch.sampled_slots,
+            batch.sample_slots,
+            self._sampling,
+            self.slots.token_ids,
+            self.slots.num_tokens,
+            self.slots.num_prompt_tokens,
+        )
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            sample.to_host()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return CopiedSample(sample, copied)

@@ -1,0 +1,115 @@
+"""SmolLM2's real weights on the GPU against the fp32 CPU reference, teacher-forced, and as an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from octavo.attention.triton_paged import TritonAttention
+from tests.cpu.paged import common_metadata
+from tests.cpu.real.helpers import TEXTS
+from tests.gpu.engines import SHAPES, engine, fingerprint, model_folder, sampling
+from tests.gpu.model_file import demo_model_path
+
+from octavo.attention.reference import ReferenceAttention
+from octavo.config.engine import EngineArgs
+from octavo.config.model import ModelConfig
+from octavo.engine.tokenizer import load_tokenizer
+from octavo.models.decoder import TORCH_DTYPES, DecoderModel
+from octavo.weights.checkpoint import load_model_config
+from octavo.weights.loader import load_model
+
+LENGTH = 64
+BOUND = 0.6
+"""Logit error, bf16 on the GPU against fp32, stated for SmolLM2 and random models of its size."""
+
+
+@pytest.fixture(scope="module", params=["smollm2", *SHAPES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "smollm2":
+        return demo_model_path()
+    return model_folder(tmp_path_factory.mktemp("gpu"), request.param)
+
+
+def teacher_forced(config: ModelConfig, device: str, ids: list[list[int]]) -> torch.Tensor:
+    """Logits (texts, LENGTH, vocab_size) fp32 of all texts in one step, on the CPU."""
+    torch_device = torch.device(device)
+    spec = config.kv_cache_spec(16)
+    backend: Any
+    if device == "cpu":
+        backend = ReferenceAttention(config.num_heads, spec)
+    else:
+        backend = TritonAttention(config.num_heads, spec, len(ids), LENGTH, torch_device)
+    linear = "tiled" if device == "cpu" else "fixed"
+    model: DecoderModel = load_model(config, backend, torch_device, 0, linear)
+    blocks = LENGTH // 16
+    tables = [list(range(1 + blocks * i, 1 + blocks * (i + 1))) for i in range(len(ids))]
+    common = common_metadata([LENGTH] * len(ids), [LENGTH] * len(ids), tables, 16)
+    common = type(common)(
+        *(getattr(common, name).to(torch_device) for name in type(common).__slots__)
+    )
+    dtype = TORCH_DTYPES[config.dtype]
+    shape = backend.kv_cache_shape(1 + blocks * len(ids), spec)
+    caches = [
+        torch.zeros(shape, dtype=dtype, device=torch_device) for _ in range(config.num_layers)
+    ]
+    with torch.inference_mode():
+        tokens = torch.tensor(ids, device=torch_device).flatten()
+        hidden = model.forward(tokens, common, caches, backend.build_metadata(common))
+        logits = model.compute_logits(hidden).float().cpu()
+    return logits.view(len(ids), LENGTH, -1)
+
+
+def test_argmax_equals_the_fp32_reference(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever the reference's first two are further apart than twice the bound; flips are told."""
+    if model.suffix == ".gguf":
+        tokenizer = load_tokenizer(model)
+        text = " ".join(TEXTS)
+        ids = [tokenizer.encode(f"{one} {text}")[:LENGTH] for one in TEXTS]
+    else:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(1, 4096, (8, LENGTH), generator=generator).tolist()
+    args = EngineArgs(str(model))
+    config = load_model_config(args)
+    reference = teacher_forced(config_with(config, "float32"), "cpu", ids)
+    ours = teacher_forced(config_with(config, "bfloat16"), "cuda", ids)
+    assert reference.isfinite().all()
+    assert ours.isfinite().all()
+    error = (ours - reference).abs().max().item()
+    top = reference.topk(2, dim=-1).values
+    gap = top[..., 0] - top[..., 1]
+    flips = ours.argmax(-1) != reference.argmax(-1)
+    scale = reference.abs().max().item()
+    with capsys.disabled():
+        print(
+            f"\n{model.name}: largest logit error {error:.3f} (bound {BOUND}, largest logit "
+            f"{scale:.1f}), {int(flips.sum())} of {flips.numel()} arg-max flips, "
+            f"the widest at a gap of {gap[flips].max().item() if flips.any() else 0:.3f}"
+        )
+    assert error <= BOUND
+    assert not (flips & (gap > 2 * BOUND)).any()
+
+
+def config_with(config: ModelConfig, dtype: Any) -> ModelConfig:
+    return dataclasses.replace(config, dtype=dtype)
+
+
+def test_real_model_repeats_itself_in_any_batch() -> None:
+    """Solo, batched, chunked, warm, with graphs and without: the same tokens and score bits."""
+    path = demo_model_path()
+    prompts = [*TEXTS, " ".join(TEXTS)]
+    params = [sampling(index, 48) for index in range(len(prompts))]
+    settings = {"skip_tokenizer_init": False, "max_model_len": 1024}
+    with engine(path, enforce_eager=True, async_scheduling=False, **settings) as llm:
+        solo = [
+            fingerprint(llm.generate(prompt, one, use_tqdm=False)[0])
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+    for changes in ({}, {"long_prefill_token_threshold": 37}, {"enforce_eager": True}):
+        with engine(path, **settings, **changes) as llm:
+            for _ in ("cold", "warm"):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                assert [fingerprint(output) for output in outputs] == solo
