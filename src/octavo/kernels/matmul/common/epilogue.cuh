@@ -74,6 +74,31 @@ DEVICE void stage_chunk_stmatrix(const float (&d)[N / 2], bf16* staging, int chu
   stage_packed_stmatrix(packed, staging);
 }
 
+// Tile column `tile_n` of a CTA's tile through shared memory: both consumer warpgroups stage their 64 rows
+// and one thread stores all, the first at `row`. It waits until its last store has read the staging,
+// and a barrier tells the others; each writer's proxy fence comes before the second barrier, so that
+// TMA reads what was written. The caller waits for all stores before the CTA ends.
+template <int N>
+DEVICE void store_strips(const float (&d)[N / 2], bf16 (&staging)[2][N / 64][CHUNK_ELEMENTS],
+                         const GemmArgs& args, int half, int row, int tile_n) {
+  constexpr int CHUNKS = N / CHUNK_COLS;
+  if (threadIdx.x == 128) tma_store_wait_read<0>();
+  named_barrier_sync<256>(1);
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) stage_chunk<N>(d, staging[half][chunk], chunk);
+  fence_proxy_async();
+  named_barrier_sync<256>(1);
+  if (threadIdx.x == 128) {
+    for (int strip = 0; strip < 2; ++strip) {
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        tma_store(&args.c, staging[strip][chunk], tile_n * N + chunk * CHUNK_COLS,
+                  row + strip * 64);
+      }
+    }
+    tma_store_commit();
+  }
+}
+
 // A finished tile of one warpgroup, rounded to bf16 and kept in registers until there is time to store
 // it: chunk by chunk, through two staging buffers in turn, between the wgmmas of the next tile.
 template <int N>

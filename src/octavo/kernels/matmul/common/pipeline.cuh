@@ -1,6 +1,15 @@
-// The ring of shared-memory stages between the producer and the consumers.
+// The ring of shared-memory stages between the producer and the consumers, and who works on which tile.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/wgmma.cuh"
+
+// The operand tiles of every stage. A rung's `Shared` adds its staging and two arrays of barriers: full[stage]
+// is completed by the bytes of the stage's loads, empty[stage] by the consumers' releases.
+template <int TILE_M, int TILE_N, int TILE_K, int STAGE_COUNT>
+struct Operands {
+  enum { M = TILE_M, N = TILE_N, K = TILE_K, STAGES = STAGE_COUNT };
+  bf16 a[STAGES][M * K];
+  bf16 b[STAGES][N * K];
+};
 
 // Where a role stands in the ring. Producer and consumers each walk their own copy; the phase flips
 // at every wrap, so a barrier's parity tells this round from the last.
@@ -17,20 +26,51 @@ struct Ring {
   }
 };
 
+// One thread makes the barriers of an empty ring; the caller synchronises the CTA or cluster afterwards.
 template <int STAGES>
-struct RingBarriers {
-  uint64 full[STAGES];   // completed by the bytes of a stage's loads
-  uint64 empty[STAGES];  // completed by the consumers' releases
-
-  // One thread calls this; the caller synchronises the CTA (or cluster) afterwards.
-  DEVICE void init(int full_arrivals, int empty_arrivals) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(&full[stage], full_arrivals);
-      mbarrier_init(&empty[stage], empty_arrivals);
-    }
-    fence_mbarrier_init();
+DEVICE void init_ring(uint64 (&full)[STAGES], uint64 (&empty)[STAGES], int full_arrivals,
+                      int empty_arrivals) {
+  if (threadIdx.x != 0) return;
+  for (int stage = 0; stage < STAGES; ++stage) {
+    mbarrier_init(&full[stage], full_arrivals);
+    mbarrier_init(&empty[stage], empty_arrivals);
   }
-};
+  fence_mbarrier_init();
+}
+
+// Without a ring: asks for one stage and waits for it, so every byte's latency is exposed.
+template <class Shared>
+DEVICE void load_and_wait(Shared& shared, const GemmArgs& args, int k, int row, int col,
+                          uint32 phase) {
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect_tx(&shared.loaded, sizeof(shared.a) + sizeof(shared.b));
+    tma_load(shared.a, &args.a, &shared.loaded, k, row);
+    tma_load(shared.b, &args.b, &shared.loaded, k, col);
+  }
+  mbarrier_wait(&shared.loaded, phase);
+}
+
+// The producer's part of one K block: once the stage is empty, its full barrier is told how many bytes
+// to expect, and the TMA unit is asked for both tiles.
+template <class Shared>
+DEVICE void load_stage(Shared& shared, const Ring<Shared::STAGES>& ring, const GemmArgs& args,
+                       int block, int row, int col) {
+  mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+  uint64* full = &shared.full[ring.stage];
+  mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
+  tma_load(shared.a[ring.stage], &args.a, full, block * Shared::K, row);
+  tma_load(shared.b[ring.stage], &args.b, full, block * Shared::K, col);
+}
+
+// A consumer warpgroup's part: its 64 rows of a stage that is full, as one group of wgmmas. `half` says
+// which rows; `accumulate` 0 overwrites the accumulators. The caller waits and releases the stage.
+template <class Shared>
+DEVICE void start_stage(float (&d)[Shared::N / 2], Shared& shared, int stage, int half,
+                        int accumulate = 1) {
+  wgmma_fence();
+  wgmma_stage<Shared::N>(d, shared.a[stage] + half * 64 * Shared::K, shared.b[stage], accumulate);
+  wgmma_commit();
+}
 
 DEVICE int ceil_div(int a, int b) {
   return (a + b - 1) / b;

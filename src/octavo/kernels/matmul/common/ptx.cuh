@@ -119,6 +119,14 @@ DEVICE void fence_proxy_async() {
 
 // ---- CTAs, clusters, registers ----------------------------------------------------------------------
 
+// The dynamic shared memory as a `Shared`. 1024 bytes is what the 128-byte swizzle asks of a tile.
+template <class Shared, int SMEM_BYTES>
+DEVICE Shared& dynamic_smem() {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
+  return *reinterpret_cast<Shared*>(smem);
+}
+
 DEVICE uint32 cluster_cta_rank() {
   uint32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

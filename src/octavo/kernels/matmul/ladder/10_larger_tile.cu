@@ -8,6 +8,7 @@
 // Measured:  575 TFLOP/s at 4096^3, 611 TFLOP/s at 8192^3; 0.71, 0.76 x cuBLAS, cool; H200, a3c9891.
 // PTX:       wgmma.mma_async with n = 128.
 #include "common/epilogue.cuh"
+#include "common/pipeline.cuh"
 
 constexpr int BLOCK_M = 128;
 constexpr int BLOCK_N = 128;
@@ -23,9 +24,7 @@ struct Shared {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     larger_tile(const __grid_constant__ GemmArgs args) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
-  Shared& shared = *reinterpret_cast<Shared*>(smem);
+  Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
   const int row = blockIdx.y * BLOCK_M;
   const int col = blockIdx.x * BLOCK_N;
   if (threadIdx.x == 0) {
@@ -38,12 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float bottom[BLOCK_N / 2] = {};
   uint32 phase = 0;
   for (int k = 0; k < args.k; k += BLOCK_K) {
-    if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(&shared.loaded, sizeof(shared.a) + sizeof(shared.b));
-      tma_load(shared.a, &args.a, &shared.loaded, k, row);
-      tma_load(shared.b, &args.b, &shared.loaded, k, col);
-    }
-    mbarrier_wait(&shared.loaded, phase);
+    load_and_wait(shared, args, k, row, col, phase);
     phase ^= 1;
     wgmma_fence();
     wgmma_stage<BLOCK_N>(top, shared.a, shared.b);

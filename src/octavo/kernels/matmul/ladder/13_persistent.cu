@@ -23,21 +23,18 @@ constexpr int GROUP_M = 8;
 constexpr int PERSISTENT = 1;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 
-struct Shared {
-  bf16 a[STAGES][BLOCK_M * BLOCK_K];
-  bf16 b[STAGES][BLOCK_N * BLOCK_K];
-  RingBarriers<STAGES> ring;
+struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
+  uint64 full[STAGES];
+  uint64 empty[STAGES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     persistent(const __grid_constant__ GemmArgs args) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
-  Shared& shared = *reinterpret_cast<Shared*>(smem);
+  Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
   const int tiles_m = ceil_div(args.m, BLOCK_M);
   const int tiles_n = ceil_div(args.n, BLOCK_N);
   const int blocks_k = ceil_div(args.k, BLOCK_K);
-  if (threadIdx.x == 0) shared.ring.init(CONSUMERS + 1, CONSUMERS);
+  init_ring(shared.full, shared.empty, CONSUMERS + 1, CONSUMERS);
   __syncthreads();
 
   Ring<STAGES> ring;  // goes on from tile to tile
@@ -47,11 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
         const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
         for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-          mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
-          uint64* full = &shared.ring.full[ring.stage];
-          mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-          tma_load(shared.a[ring.stage], &args.a, full, block * BLOCK_K, tile.m * BLOCK_M);
-          tma_load(shared.b[ring.stage], &args.b, full, block * BLOCK_K, tile.n * BLOCK_N);
+          load_stage(shared, ring, args, block, tile.m * BLOCK_M, tile.n * BLOCK_N);
         }
       }
     }
@@ -62,14 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
       float accumulators[BLOCK_N / 2] = {};
       for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-        mbarrier_arrive(&shared.ring.full[ring.stage]);
-        mbarrier_wait(&shared.ring.full[ring.stage], ring.phase);
-        wgmma_fence();
-        wgmma_stage<BLOCK_N>(accumulators, shared.a[ring.stage] + half * 64 * BLOCK_K,
-                             shared.b[ring.stage]);
-        wgmma_commit();
+        mbarrier_arrive(&shared.full[ring.stage]);
+        mbarrier_wait(&shared.full[ring.stage], ring.phase);
+        start_stage(accumulators, shared, ring.stage, half);
         wgmma_wait<0>();
-        mbarrier_arrive(&shared.ring.empty[ring.stage]);
+        mbarrier_arrive(&shared.empty[ring.stage]);
       }
       store_registers<BLOCK_N>(accumulators, args, tile.m * BLOCK_M + half * 64,
                                tile.n * BLOCK_N);

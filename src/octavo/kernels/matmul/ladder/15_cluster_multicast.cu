@@ -10,8 +10,7 @@
 // Predicted: 734 TFLOP/s (reported on an H100): a third less L2 traffic.
 // Measured:  732 TFLOP/s at 4096^3, 793 TFLOP/s at 8192^3; 0.90, 0.98 x cuBLAS, cool; H200, a3c9891.
 // PTX:       cp.async.bulk.tensor .multicast::cluster, barrier.cluster, remote mbarrier.arrive.
-#include "common/epilogue.cuh"
-#include "common/pipeline.cuh"
+#include "common/cluster.cuh"
 
 constexpr int BLOCK_M = 128;
 constexpr int BLOCK_N = 256;
@@ -24,66 +23,45 @@ constexpr int GROUP_M = 8;
 constexpr int PERSISTENT = 1;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 
-struct Shared {
-  bf16 a[STAGES][BLOCK_M * BLOCK_K];
-  bf16 b[STAGES][BLOCK_N * BLOCK_K];
-  RingBarriers<STAGES> ring;
+struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
+  uint64 full[STAGES];
+  uint64 empty[STAGES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     cluster_multicast(const __grid_constant__ GemmArgs args) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
-  Shared& shared = *reinterpret_cast<Shared*>(smem);
-  // A cluster owns CLUSTER tiles below each other.
+  Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
   const int tiles_m = ceil_div(args.m, BLOCK_M * CLUSTER);
   const int tiles_n = ceil_div(args.n, BLOCK_N);
   const int blocks_k = ceil_div(args.k, BLOCK_K);
-  const int rank = cluster_cta_rank();
-  const int first = blockIdx.x / CLUSTER;
-  const int clusters = gridDim.x / CLUSTER;
-  if (threadIdx.x == 0) shared.ring.init(1, 2 * CLUSTER);
-  cluster_sync();  // the peer's barriers exist before anything arrives there
+  const ClusterWork<CLUSTER> work;
+  init_cluster_ring<CLUSTER>(shared);
 
   Ring<STAGES> ring;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) {
-      for (int index = first; index < tiles_m * tiles_n; index += clusters) {
+      for (int index = work.first; index < tiles_m * tiles_n; index += work.clusters) {
         const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
-        const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
-        const int col = tile.n * BLOCK_N + rank * B_BOX_ROWS;
-        for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-          const int k = block * BLOCK_K;
-          mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
-          uint64* full = &shared.ring.full[ring.stage];
-          mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-          tma_load(shared.a[ring.stage], &args.a, full, k, row);
-          tma_load_multicast(shared.b[ring.stage] + rank * B_BOX_ROWS * BLOCK_K, &args.b, full, k,
-                             col, (1 << CLUSTER) - 1);
-        }
+        // Its rows of A, and half of B for both CTAs.
+        produce_tile<false>(shared, ring, args, work, index, tile, blocks_k);
       }
     }
   } else {
     setmaxnreg_inc<232>();
     const int half = threadIdx.x / 128 - 1;
-    for (int index = first; index < tiles_m * tiles_n; index += clusters) {
+    for (int index = work.first; index < tiles_m * tiles_n; index += work.clusters) {
       const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
       float accumulators[BLOCK_N / 2] = {};
       for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-        mbarrier_wait(&shared.ring.full[ring.stage], ring.phase);
-        wgmma_fence();
-        wgmma_stage<BLOCK_N>(accumulators, shared.a[ring.stage] + half * 64 * BLOCK_K,
-                             shared.b[ring.stage]);
-        wgmma_commit();
+        mbarrier_wait(&shared.full[ring.stage], ring.phase);
+        start_stage(accumulators, shared, ring.stage, half);
         wgmma_wait<0>();
         // B came from both CTAs, so both must know that this copy is no longer read.
-        if (threadIdx.x % 128 < CLUSTER) {
-          mbarrier_arrive_cluster(&shared.ring.empty[ring.stage], threadIdx.x % 128);
-        }
+        release_stage<CLUSTER>(shared, ring.stage);
       }
-      store_registers<BLOCK_N>(accumulators, args,
-                               (tile.m * CLUSTER + rank) * BLOCK_M + half * 64, tile.n * BLOCK_N);
+      store_registers<BLOCK_N>(accumulators, args, work.row(tile, BLOCK_M) + half * 64,
+                               tile.n * BLOCK_N);
     }
   }
   cluster_sync();  // no CTA leaves while its peer may still arrive on its barriers

@@ -11,8 +11,7 @@
 // Predicted: 758 TFLOP/s (reported on an H100).
 // Measured:  796 TFLOP/s at 4096^3, 828 TFLOP/s at 8192^3; 0.98, 1.02 x cuBLAS, cool; H200, a3c9891.
 // PTX:       cp.async.bulk.tensor to global, bulk groups, fence.proxy.async.
-#include "common/epilogue.cuh"
-#include "common/pipeline.cuh"
+#include "common/cluster.cuh"
 
 constexpr int BLOCK_M = 128;
 constexpr int BLOCK_N = 256;
@@ -26,89 +25,40 @@ constexpr int CHUNKS = BLOCK_N / 64;
 constexpr int PERSISTENT = 1;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + BLOCK_M * BLOCK_N * 2 + 1024;
 
-struct Shared {
-  bf16 a[STAGES][BLOCK_M * BLOCK_K];
-  bf16 b[STAGES][BLOCK_N * BLOCK_K];
+struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
   bf16 c[2][CHUNKS][CHUNK_ELEMENTS];  // a strip of 64 rows for each consumer
-  RingBarriers<STAGES> ring;
+  uint64 full[STAGES];
+  uint64 empty[STAGES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tma_store_epilogue(const __grid_constant__ GemmArgs args) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  static_assert(sizeof(Shared) <= SMEM_BYTES, "host and device disagree");
-  Shared& shared = *reinterpret_cast<Shared*>(smem);
-  // A cluster owns CLUSTER tiles below each other.
+  Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
   const int tiles_m = ceil_div(args.m, BLOCK_M * CLUSTER);
   const int tiles_n = ceil_div(args.n, BLOCK_N);
   const int blocks_k = ceil_div(args.k, BLOCK_K);
-  const int rank = cluster_cta_rank();
-  const int first = blockIdx.x / CLUSTER;
-  const int clusters = gridDim.x / CLUSTER;
-  if (threadIdx.x == 0) shared.ring.init(1, 2 * CLUSTER);
-  cluster_sync();  // the peer's barriers exist before anything arrives there
+  const ClusterWork<CLUSTER> work;
+  init_cluster_ring<CLUSTER>(shared);
 
   Ring<STAGES> ring;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) {
-      for (int index = first; index < tiles_m * tiles_n; index += clusters) {
+      for (int index = work.first; index < tiles_m * tiles_n; index += work.clusters) {
         const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
-        const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
-        const int col = tile.n * BLOCK_N + rank * B_BOX_ROWS;
-        for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-          const int k = block * BLOCK_K;
-          mbarrier_wait(&shared.ring.empty[ring.stage], ring.phase ^ 1);
-          uint64* full = &shared.ring.full[ring.stage];
-          mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-          tma_load(shared.a[ring.stage], &args.a, full, k, row);
-          tma_load_multicast(shared.b[ring.stage] + rank * B_BOX_ROWS * BLOCK_K, &args.b, full, k,
-                             col, (1 << CLUSTER) - 1);
-        }
+        produce_tile<false>(shared, ring, args, work, index, tile, blocks_k);
       }
     }
   } else {
     setmaxnreg_inc<232>();
     const int half = threadIdx.x / 128 - 1;
-    for (int index = first; index < tiles_m * tiles_n; index += clusters) {
+    for (int index = work.first; index < tiles_m * tiles_n; index += work.clusters) {
       const Tile tile = grouped_tile<GROUP_M>(index, tiles_m, tiles_n);
       float accumulators[BLOCK_N / 2];
-      int last = 0;  // the stage whose wgmma may still be running
-      for (int block = 0; block < blocks_k; ++block, ring.advance()) {
-        mbarrier_wait(&shared.ring.full[ring.stage], ring.phase);
-        wgmma_fence();
-        wgmma_stage<BLOCK_N>(accumulators, shared.a[ring.stage] + half * 64 * BLOCK_K,
-                             shared.b[ring.stage], block > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (block > 0 && threadIdx.x % 128 < CLUSTER) {
-          mbarrier_arrive_cluster(&shared.ring.empty[last], threadIdx.x % 128);
-        }
-        last = ring.stage;
-      }
-      wgmma_wait<0>();
-      if (threadIdx.x % 128 < CLUSTER) {
-        mbarrier_arrive_cluster(&shared.ring.empty[last], threadIdx.x % 128);
-      }
-      const int row = (tile.m * CLUSTER + rank) * BLOCK_M;
+      multiply_tile<CLUSTER>(accumulators, shared, ring, half, blocks_k);
+      const int row = work.row(tile, BLOCK_M);
       if (args.tma_store) {
-        if (threadIdx.x == 128) tma_store_wait_read<0>();  // the last tile has left the staging
-        named_barrier_sync<256>(1);
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          stage_chunk<BLOCK_N>(accumulators, shared.c[half][chunk], chunk);
-        }
-        fence_proxy_async();  // each writer, before the barrier: TMA reads what it wrote
-        named_barrier_sync<256>(1);
-        if (threadIdx.x == 128) {
-          for (int strip = 0; strip < 2; ++strip) {
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-              tma_store(&args.c, shared.c[strip][chunk], tile.n * BLOCK_N + chunk * CHUNK_COLS,
-                        row + strip * 64);
-            }
-          }
-          tma_store_commit();
-        }
+        store_strips<BLOCK_N>(accumulators, shared.c, args, half, row, tile.n);
       } else {
         store_registers<BLOCK_N>(accumulators, args, row + half * 64, tile.n * BLOCK_N);
       }

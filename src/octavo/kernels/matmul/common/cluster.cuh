@@ -1,0 +1,114 @@
+// Persistent clusters whose CTAs share B by multicast: what a producer and a consumer do for one tile.
+//
+// A cluster owns CLUSTER tiles of C below each other. All need the same B, so each CTA loads a share of
+// its rows for everyone; a stage may be overwritten only when the consumers of all CTAs have released it.
+#pragma once
+#include "common/epilogue.cuh"
+#include "common/pipeline.cuh"
+
+template <int CLUSTER>
+struct ClusterWork {
+  const int rank = cluster_cta_rank();
+  const int first = blockIdx.x / CLUSTER;    // the cluster's first entry in the order of tiles
+  const int clusters = gridDim.x / CLUSTER;  // and the distance to the next
+
+  // The first of `block_m` rows of this CTA's tile.
+  DEVICE int row(Tile tile, int block_m) const {
+    return (tile.m * CLUSTER + rank) * block_m;
+  }
+};
+
+// Afterwards the peer's barriers exist, so that loads and releases may arrive there.
+template <int CLUSTER, class Shared>
+DEVICE void init_cluster_ring(Shared& shared) {
+  init_ring(shared.full, shared.empty, 1, 2 * CLUSTER);
+  cluster_sync();
+}
+
+// All K blocks of one tile, the `index`-th of the order. BACK_AND_FORTH: from the last to the first in
+// every second round, which is the same for all clusters.
+template <bool BACK_AND_FORTH, int CLUSTER, class Shared>
+DEVICE void produce_tile(Shared& shared, Ring<Shared::STAGES>& ring, const GemmArgs& args,
+                         const ClusterWork<CLUSTER>& work, int index, Tile tile, int blocks_k) {
+  constexpr int SHARE = Shared::N / CLUSTER;  // rows of B that this CTA loads for all
+  const int row = work.row(tile, Shared::M);
+  const int col = tile.n * Shared::N + work.rank * SHARE;
+  const bool backwards = BACK_AND_FORTH && index / work.clusters % 2;
+  for (int block = 0; block < blocks_k; ++block, ring.advance()) {
+    const int k = (backwards ? blocks_k - 1 - block : block) * Shared::K;
+    mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+    uint64* full = &shared.full[ring.stage];
+    mbarrier_arrive_expect_tx(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
+    tma_load(shared.a[ring.stage], &args.a, full, k, row);
+    tma_load_multicast(shared.b[ring.stage] + work.rank * SHARE * Shared::K, &args.b, full, k, col,
+                       (1 << CLUSTER) - 1);
+  }
+}
+
+// One thread for each CTA of the cluster tells it that this warpgroup no longer reads the stage.
+template <int CLUSTER, class Shared>
+DEVICE void release_stage(Shared& shared, int stage) {
+  if (threadIdx.x % 128 < CLUSTER) {
+    mbarrier_arrive_cluster(&shared.empty[stage], threadIdx.x % 128);
+  }
+}
+
+// A consumer's walk along K with one group of wgmmas in flight: a stage is released when the next one's
+// group has been issued, so the tensor cores have work while the warpgroup waits.
+template <int CLUSTER, class Shared>
+DEVICE void multiply_tile(float (&d)[Shared::N / 2], Shared& shared, Ring<Shared::STAGES>& ring,
+                          int half, int blocks_k) {
+  int last = 0;  // the stage whose wgmmas may still be running
+  for (int block = 0; block < blocks_k; ++block, ring.advance()) {
+    mbarrier_wait(&shared.full[ring.stage], ring.phase);
+    start_stage(d, shared, ring.stage, half, block > 0);
+    wgmma_wait<1>();
+    if (block > 0) release_stage<CLUSTER>(shared, last);
+    last = ring.stage;
+  }
+  wgmma_wait<0>();
+  release_stage<CLUSTER>(shared, last);
+}
+
+// The same, and in the gaps of the first K blocks the deferred tile is stored, one chunk in every SPACING
+// blocks; at once where K is too short for that.
+template <int CLUSTER, int SPACING, class Shared>
+DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
+                                  Ring<Shared::STAGES>& ring, int half, int blocks_k,
+                                  DeferredTile<Shared::N>& deferred) {
+  constexpr int CHUNKS = Shared::N / CHUNK_COLS;
+  int last = 0;  // the stage whose wgmmas may still be running
+  int block = 0;
+  const auto start_block = [&] {
+    mbarrier_wait(&shared.full[ring.stage], ring.phase);
+    start_stage(d, shared, ring.stage, half, block > 0);
+  };
+  const auto finish_block = [&] {
+    wgmma_wait<1>();
+    if (block > 0) release_stage<CLUSTER>(shared, last);
+    last = ring.stage;
+    ring.advance();
+  };
+  if (deferred.waiting && blocks_k > SPACING * CHUNKS) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      start_block();
+      deferred.store(chunk);  // of the last tile, while the tensor cores work on this one
+      finish_block();
+#pragma unroll 1
+      for (++block; block % SPACING; ++block) {
+        start_block();
+        finish_block();
+      }
+    }
+    deferred.waiting = false;
+  } else {
+    deferred.store_all();
+  }
+  for (; block < blocks_k; ++block) {
+    start_block();
+    finish_block();
+  }
+  wgmma_wait<0>();
+  release_stage<CLUSTER>(shared, last);
+}
