@@ -1,0 +1,459 @@
+"""Paged attention on the GPU: one reduction for prefill, chunks, decode and verification.
+
+Keys are taken in tiles of 64 and splits of 256 at absolute positions from 0. A split starts from an
+empty softmax state (peak, total, out), walks over its tiles, and is merged into the row's state; splits
+are merged in rising order, by `_merge` wherever they were computed. A key that a row does not see enters
+as an exact zero and leaves the state as it was, so tiles and splits that nobody sees may be skipped.
+All sums over keys or dimensions are chains of MMAs, whose bits do not depend on tile or instruction
+(tests/gpu/test_mma_equal.py); the total of the weights is one, too, against a matrix of ones. What is
+left is maxima and element-wise. So the bits of a row do not depend on the tile that it is in.
+
+Rows of a tile are (token, head of the group) pairs of one request and kv head. Programs are persistent
+and take items of the plan (attention_plan.py) until there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from octavo.errors import KernelError
+from octavo.kernels.triton.attention_plan import (
+    SMALL_ROWS,
+    SMALL_TILES,
+    SPLIT_SIZE,
+    AttentionShape,
+)
+from octavo.kernels.triton.lang import tl, triton
+
+TILE_SIZE = 64
+"""Keys of one step of the online softmax."""
+
+_TILE = tl.constexpr(TILE_SIZE)
+_SPLIT = tl.constexpr(SPLIT_SIZE)
+_SPLIT_TILES = tl.constexpr(SPLIT_SIZE // TILE_SIZE)
+_SMALL_ROWS = tl.constexpr(SMALL_ROWS)
+_SMALL_TILES = tl.constexpr(SMALL_TILES)
+# Columns of the matrix of ones.
+_ONES = tl.constexpr(8)
+# The peak of a row that has seen no key. Finite, so that no difference of peaks is NaN.
+_FLOOR = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The softmax state of rows that have seen no key: peak, total, out."""
+    peak = tl.full((ROWS,), _FLOOR, tl.float32)
+    return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM), tl.float32)
+
+
+@triton.jit
+def _empty_split(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The same within a split, where the total is a product with ones: (ROWS, 16), equal columns."""
+    peak = tl.full((ROWS,), _FLOOR, tl.float32)
+    return peak, tl.zeros((ROWS, _ONES), tl.float32), tl.zeros((ROWS, DIM), tl.float32)
+
+
+@triton.jit
+def _merge(peak, total, out, peak_s, total_s, out_s):
+    """The state of rows after one more split. Its roundings are fixed: each fma is written out."""
+    highest = tl.maximum(peak, peak_s)
+    old, new = tl.exp2(peak - highest), tl.exp2(peak_s - highest)
+    total = tl.fma(total, old, total_s * new)
+    out = tl.fma(out, old[:, None], out_s * new[:, None])
+    return highest, total, out
+
+
+@triton.jit
+def _keys(tile, first_key, end_key):
+    """(64,) int32: positions of a tile's keys. Those that no row sees give way to one that a row does.
+
+    So nothing that this request has not written is read, and nothing needs a mask: the weight of such
+    a key is zero.
+    """
+    key = tile * _TILE.value + tl.arange(0, _TILE)
+    return tl.maximum(tl.minimum(key, end_key - 1), first_key)
+
+
+@triton.jit
+def _load_tile(place, SHAPE: tl.constexpr):
+    """(64, block_dim) of K or V, with zeros past head_dim."""
+    if SHAPE.head_dim < SHAPE.block_dim:
+        inside = tl.arange(0, SHAPE.block_dim)[None, :] < SHAPE.head_dim
+        return tl.load(place, mask=inside, other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def _walk(
+    query, position, first_tile, end_tile, seen_by_all, first_key, end_key, table, keys,
+    block_stride, scale, ROWS: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """State of rows after tiles of keys. Before tile `seen_by_all`, every row sees every key."""
+    whole_peak, whole_total, whole_out = _empty(ROWS, SHAPE.block_dim)
+    peak, total, out = _empty_split(ROWS, SHAPE.block_dim)
+    ones = tl.full((_TILE, _ONES), 1.0, tl.float32).to(query.dtype)
+    dim = tl.arange(0, SHAPE.block_dim)[None, :]
+    ids = tl.load(table + _keys(first_tile, first_key, end_key) // SHAPE.block_size)
+    for tile in tl.range(first_tile, end_tile):
+        within = _keys(tile, first_key, end_key) % SHAPE.block_size * SHAPE.head_dim
+        place = keys + (ids.to(tl.int64) * block_stride + within)[:, None] + dim
+        # One tile ahead, so that the addresses of K and V wait for no load.
+        ids = tl.load(table + _keys(tile + 1, first_key, end_key) // SHAPE.block_size)
+        score = tl.dot(query, tl.trans(_load_tile(place, SHAPE)))
+        if tile >= seen_by_all:
+            key = (tile * _TILE.value + tl.arange(0, _TILE))[None, :]
+            seen = key <= position[:, None]
+            if SHAPE.window:
+                seen = seen & (key > position[:, None] - SHAPE.window)
+            score = tl.where(seen, score, float("-inf"))
+        highest = tl.max(score, 1) * scale
+        # The state is first touched here, where the wait for the scores was one for it, too.
+        if tile % _SPLIT_TILES.value == 0:
+            whole_peak, whole_total, whole_out = _merge(
+                whole_peak, whole_total, whole_out, peak, tl.max(total, 1), out
+            )
+            peak, total, out = _empty_split(ROWS, SHAPE.block_dim)
+            peak = tl.maximum(peak, highest)
+        else:
+            highest = tl.maximum(peak, highest)
+            old = tl.exp2(peak - highest)[:, None]
+            peak, total, out = highest, total * old, out * old
+        weight = tl.exp2(tl.fma(score, scale, -peak[:, None])).to(query.dtype)
+        place += SHAPE.num_kv_heads * SHAPE.block_size * SHAPE.head_dim
+        total = tl.dot(weight, ones, total)
+        out = tl.dot(weight, _load_tile(place, SHAPE), out)
+    return _merge(whole_peak, whole_total, whole_out, peak, tl.max(total, 1), out)
+
+
+@triton.jit
+def _rows(start, row, query_len, head, stride, SHAPE: tl.constexpr):
+    """Offsets (rows, block_dim) int64 of rows in (tokens, heads, head_dim), and which exist."""
+    dim = tl.arange(0, SHAPE.block_dim)[None, :]
+    token = (start + row // SHAPE.group).to(tl.int64)
+    offset = token * stride + (head * SHAPE.group + row % SHAPE.group) * SHAPE.head_dim
+    inside = (row < query_len * SHAPE.group)[:, None] & (dim < SHAPE.head_dim)
+    return offset[:, None] + dim, inside
+
+
+@triton.jit
+def _attend(
+    query, cache, table, start, first_row, query_len, seq_len, head, first_tile, end_tile,
+    query_stride, block_stride, scale, ROWS: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """State of rows of one kv head after those tiles from first to end that they see."""
+    row = first_row + tl.arange(0, ROWS)
+    offset, inside = _rows(start, row, query_len, head, query_stride, SHAPE)
+    q = tl.load(query + offset, mask=inside, other=0.0)
+    before = seq_len - query_len
+    position = before + row // SHAPE.group
+    first = before + first_row // SHAPE.group
+    last_row = tl.minimum(first_row + ROWS, query_len * SHAPE.group) - 1
+    end_key = before + last_row // SHAPE.group + 1
+    end_tile = tl.minimum(end_tile, tl.cdiv(end_key, _TILE))
+    first_key, seen_by_all = 0, (first + 1) // _TILE
+    if SHAPE.window:
+        first_key, seen_by_all = tl.maximum(first - SHAPE.window + 1, 0), 0
+        first_tile = tl.maximum(first_tile, first_key // _TILE)
+    return _walk(
+        q, position, first_tile, end_tile, seen_by_all, first_key, end_key, table,
+        cache + head.to(tl.int64) * (SHAPE.block_size * SHAPE.head_dim), block_stride, scale,
+        ROWS, SHAPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(out, start, row, query_len, head, total, summed, SHAPE: tl.constexpr):
+    """The result of rows; those past the request are left out, and may have seen nothing."""
+    stride = SHAPE.num_kv_heads * SHAPE.group * SHAPE.head_dim
+    offset, inside = _rows(start, row, query_len, head, stride, SHAPE)
+    result = summed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _find(ends, item, query_start_loc, seq_lens, SHAPE: tl.constexpr):
+    """The request of an item, the item's place in it, and the request's start and lengths."""
+    before = tl.load(ends + tl.arange(0, SHAPE.capacity)) <= item
+    request = tl.sum(before.to(tl.int32), 0)
+    place = item - tl.load(ends + request - 1, mask=request > 0, other=0)
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    return request, place, start, query_len, tl.load(seq_lens + request)
+
+
+@triton.jit
+def _next(tickets, num_items):
+    """Each program's first item is its own number; the others are drawn, where there are others."""
+    item = num_items
+    if num_items > tl.num_programs(0):
+        item = tl.num_programs(0) + tl.atomic_add(tickets, 1)
+    return item
+
+
+@triton.jit
+def _finish(tickets, num_items):
+    """The last program to come leaves the tickets as the next launch wants them."""
+    if num_items > tl.num_programs(0):
+        if tl.atomic_add(tickets + 1, 1) == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+            tl.store(tickets + 1, 0)
+
+
+@triton.jit
+def attend_large(
+    query, out, cache, tables, query_start_loc, seq_lens, plan, tickets,
+    query_stride, table_stride, block_stride, scale, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Requests of many rows. An item is a tile of one kv head, a request's longest walks first."""
+    ends = plan + SHAPE.capacity
+    num_items = tl.load(ends + SHAPE.capacity - 1)
+    item = tl.program_id(0)
+    while item < num_items:
+        request, place, start, query_len, seq_len = _find(
+            ends, item, query_start_loc, seq_lens, SHAPE
+        )
+        head = place % SHAPE.num_kv_heads
+        last_tile = tl.cdiv(query_len * SHAPE.group, SHAPE.large_rows) - 1
+        first_row = (last_tile - place // SHAPE.num_kv_heads) * SHAPE.large_rows
+        _, total, summed = _attend(
+            query, cache, tables + request.to(tl.int64) * table_stride, start, first_row,
+            query_len, seq_len, head, 0, tl.cdiv(seq_len, _TILE),
+            query_stride, block_stride, scale, SHAPE.large_rows, SHAPE,
+        )  # fmt: skip
+        row = first_row + tl.arange(0, SHAPE.large_rows)
+        _store(out, start, row, query_len, head, total, summed, SHAPE)
+        item = _next(tickets, num_items)
+    _finish(tickets, num_items)
+
+
+@triton.jit
+def _parts(partial_out, partial_state, first, row, num_rows, SHAPE: tl.constexpr):
+    """Where a split's partial results of rows are: peak, total, out; and the masks of the two."""
+    dim = tl.arange(0, SHAPE.block_dim)[None, :]
+    inside = row < num_rows
+    at = first + row
+    place = partial_out + at[:, None] * SHAPE.head_dim + dim
+    columns = inside[:, None] & (dim < SHAPE.head_dim)
+    return partial_state + 2 * at, partial_state + 2 * at + 1, place, inside, columns
+
+
+@triton.jit
+def _put_part(
+    partial_out, partial_state, arrival, first, parts, row, num_rows, peak, total, out,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Stores the partial result of one split. True for the program that came last."""
+    peaks, totals, outs, inside, columns = _parts(
+        partial_out, partial_state, first, row, num_rows, SHAPE
+    )
+    tl.store(peaks, peak, mask=inside)
+    tl.store(totals, total, mask=inside)
+    tl.store(outs, out, mask=columns)
+    # What every thread has stored comes before the arrival, which releases it and acquires the rest.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(arrival, 0)
+    return last
+
+
+@triton.jit
+def _merge_parts(
+    partial_out, partial_state, first, step, parts, row, num_rows, SHAPE: tl.constexpr
+):
+    """Partial results of rows, merged in the order of their splits: total and out.
+
+    The cache modifier goes past L1, which knows nothing of what other SMs have written.
+    """
+    peak, total, out = _empty(_SMALL_ROWS, SHAPE.block_dim)
+    for part in tl.range(0, parts, num_stages=3):
+        peaks, totals, outs, inside, columns = _parts(
+            partial_out, partial_state, first + part * step, row, num_rows, SHAPE
+        )
+        peak_s = tl.load(peaks, mask=inside, other=0.0, cache_modifier=".cg")
+        total_s = tl.load(totals, mask=inside, other=0.0, cache_modifier=".cg")
+        out_s = tl.load(outs, mask=columns, other=0.0, cache_modifier=".cg")
+        peak, total, out = _merge(peak, total, out, peak_s, total_s, out_s)
+    return total, out
+
+
+@triton.jit
+def _zero_padding(out, first, end, SHAPE: tl.constexpr):
+    """Zeros in the rows of the tokens that belong to no request."""
+    size: tl.constexpr = SHAPE.num_kv_heads * SHAPE.group * SHAPE.head_dim
+    column = tl.arange(0, SHAPE.block_token)
+    zeros = tl.full((SHAPE.block_token,), 0.0, tl.float32).to(out.dtype.element_ty)
+    for token in tl.range(first.to(tl.int64) + tl.program_id(0), end, tl.num_programs(0)):
+        tl.store(out + token * size + column, zeros, mask=column < size)
+
+
+# A specialised number of tokens would make other machine code for 1 token and for 16.
+@triton.jit(do_not_specialize=["num_tokens"])
+def attend_small(
+    query, out, cache, tables, query_start_loc, seq_lens, plan, tickets,
+    query_stride, table_stride, block_stride, scale,
+    partial_out, partial_state, arrivals, num_tokens, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Requests of few rows. An item is 16 rows of one kv head, and one split if those are apart.
+
+    The last of the splits to arrive merges all of them. Rows of padding tokens become zero here.
+    """
+    _zero_padding(out, tl.load(plan + 3 * SHAPE.capacity), num_tokens, SHAPE)
+    num_items = tl.load(plan + SHAPE.capacity - 1)
+    item = tl.program_id(0)
+    while item < num_items:
+        request, place, start, query_len, seq_len = _find(
+            plan, item, query_start_loc, seq_lens, SHAPE
+        )
+        num_rows = query_len * SHAPE.group
+        tiles = tl.cdiv(num_rows, _SMALL_ROWS)
+        head, place = place % SHAPE.num_kv_heads, place // SHAPE.num_kv_heads
+        tile, part = place % tiles, place // tiles
+        first_row = tile * _SMALL_ROWS
+        partial = tl.load(plan + 2 * SHAPE.capacity + request)
+        parts, first_tile, end_tile = tl.cdiv(seq_len, _SPLIT), 0, tl.cdiv(seq_len, _TILE)
+        if partial >= 0:
+            first_split = part
+            if SHAPE.window:
+                unseen = tl.maximum(seq_len - query_len - SHAPE.window + 1, 0) // _SPLIT
+                first_split += unseen
+                parts -= unseen
+            first_tile = first_split * _SPLIT_TILES
+            end_tile = first_tile + _SPLIT_TILES
+        peak, total, summed = _attend(
+            query, cache, tables + request.to(tl.int64) * table_stride, start, first_row,
+            query_len, seq_len, head, first_tile, end_tile,
+            query_stride, block_stride, scale, _SMALL_ROWS, SHAPE,
+        )  # fmt: skip
+        row = first_row + tl.arange(0, _SMALL_ROWS)
+        done = True
+        if partial >= 0:
+            first = partial.to(tl.int64) + head * num_rows
+            step = num_rows * SHAPE.num_kv_heads
+            arrival = arrivals + (request * _SMALL_TILES + tile) * SHAPE.num_kv_heads + head
+            done = _put_part(
+                partial_out, partial_state, arrival, first + part * step, parts, row, num_rows,
+                peak, total, summed, SHAPE,
+            )  # fmt: skip
+            if done:
+                total, summed = _merge_parts(
+                    partial_out, partial_state, first, step, parts, row, num_rows, SHAPE
+                )
+        if done:
+            _store(out, start, row, query_len, head, total, summed, SHAPE)
+        item = _next(tickets, num_items)
+    _finish(tickets, num_items)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What the programs of a launch share. One launch at a time uses it, and leaves it as it was."""
+
+    partial_out: torch.Tensor
+    """(rows, head_dim) fp32."""
+    partial_state: torch.Tensor
+    """(rows, 2) fp32: peak and total."""
+    arrivals: torch.Tensor
+    """(capacity * SMALL_TILES * num_kv_heads,) int32: splits that are done; zeros between launches."""
+    tickets: torch.Tensor
+    """(2, 2) int32: items drawn and programs done, small and large; zeros between launches."""
+
+    @classmethod
+    def allocate(cls, shape: AttentionShape, rows: int, device: torch.device) -> Workspace:
+        """With room for `rows` partial results: of one head of one token in one split."""
+        arrivals = shape.capacity * SMALL_TILES * shape.num_kv_heads
+        return cls(
+            torch.empty(rows, shape.head_dim, device=device),
+            torch.empty(rows, 2, device=device),
+            torch.zeros(arrivals, dtype=torch.int32, device=device),
+            torch.zeros(2, 2, dtype=torch.int32, device=device),
+        )
+
+
+@cache
+def launch_options(shape: AttentionShape, large: bool) -> dict[str, Any]:
+    """Constexprs, warps and stages of either kernel: a matter of the layer's shape only."""
+    return {
+        "SHAPE": shape,
+        "num_warps": 8 if large else 4,
+        # Tiles of K and V in flight: as many as leave room for the tile of queries.
+        "num_stages": 3 if shape.block_dim <= 128 else 2,
+    }
+
+
+def programs_per_sm(shape: AttentionShape, large: bool) -> int:
+    """How many programs of either kernel an SM has room for, by registers."""
+    if large:
+        return 1 if shape.block_dim > 64 else 2
+    return 2 if shape.block_dim > 64 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The requests of a step on the device, and the plan of their work."""
+
+    query_start_loc: torch.Tensor
+    """(R + 1,) int32."""
+    seq_lens: torch.Tensor
+    """(R,) int32."""
+    block_tables: torch.Tensor
+    """(R, max_blocks) int32, rows may be apart."""
+    plan: torch.Tensor
+    """From `plan_attention`."""
+    only_small: bool
+    """The host knows that no request is large."""
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    step: Step,
+    workspace: Workspace,
+    scale: float,
+    shape: AttentionShape,
+    num_sms: int,
+) -> torch.Tensor:
+    """Causal attention of T tokens over their requests' K and V, which are in the cache.
+
+    query: (T, num_heads, head_dim), each token contiguous; kv_cache: (num_blocks, 2, num_kv_heads,
+    block_size, head_dim) of the same dtype, bf16 or fp16, each block contiguous. Returns the shape of
+    `query`; tokens past the last request get zeros. Waits for nothing. Raises KernelError for
+    operands laid out otherwise.
+    """
+    _check(query, kv_cache, step, shape)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # exp2 is what the hardware has.
+    factor = scale * math.log2(math.e)
+    shared = (
+        query, out, kv_cache, step.block_tables, step.query_start_loc, step.seq_lens, step.plan
+    )  # fmt: skip
+    strides = (query.stride(0), step.block_tables.stride(0), kv_cache.stride(0))
+    small, large = launch_options(shape, False), launch_options(shape, True)
+    if not step.only_small:
+        attend_large[(num_sms * programs_per_sm(shape, True),)](
+            *shared, workspace.tickets[1], *strides, factor, **large
+        )
+    attend_small[(num_sms * programs_per_sm(shape, False),)](
+        *shared, workspace.tickets[0], *strides, factor,
+        workspace.partial_out, workspace.partial_state, workspace.arrivals, len(query), **small,
+    )  # fmt: skip
+    return out
+
+
+def _check(query: torch.Tensor, kv_cache: torch.Tensor, step: Step, shape: AttentionShape) -> None:
+    heads = shape.num_kv_heads * shape.group
+    if query.dtype != kv_cache.dtype or query.dtype not in (torch.bfloat16, torch.float16):
+        raise KernelError(f"attention takes bf16 or fp16, not {query.dtype} and {kv_cache.dtype}")
+    if query.shape[1:] != (heads, shape.head_dim) or query.stride()[1:] != (shape.head_dim, 1):
+        raise KernelError(f"query {tuple(query.shape)} is not (tokens, {heads}, {shape.head_dim})")
+    block = (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    if kv_cache.shape[1:] != block or not kv_cache[0].is_contiguous():
+        raise KernelError(f"kv_cache {tuple(kv_cache.shape)} is not made of contiguous {block}")
+    if step.block_tables.stride(1) != 1:
+        raise KernelError("the entries of a block table are not contiguous")
