@@ -1,0 +1,181 @@
+"""What one step must do, as numbers: bytes and FLOPs of each operation, and the least time they take.
+
+Pure. Bytes are those that have to move if every tensor is read and written once: weights, the K/V of
+the keys that are attended to, inputs and results. Index arrays are left out (some bytes a token).
+FLOPs are those of matrix products, as in `ModelConfig.flops_per_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from octavo.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a GPU can do at most, and where the figures come from."""
+
+    name: str
+    bytes_per_s: float
+    """Reading from memory."""
+    flops_per_s: float
+    """Dense 16-bit matrix products."""
+    ramp_s: float
+    """What a kernel takes besides, until memory is busy and from then on until it has drained."""
+    source: str
+
+
+H200 = Machine(
+    "H200",
+    bytes_per_s=4.636e12,
+    flops_per_s=849e12,
+    ramp_s=4.5e-6,
+    source=(
+        "read and tensor-core rate from benchmarks/results/device-h200.json (849 TFLOP/s on zeros; "
+        "with random data the power limit leaves 694); ramp: cuBLAS at one row beyond bytes / 4.3 TB/s"
+    ),
+)
+
+
+def machine_for(device_name: str) -> Machine:
+    """Figures for a device by its full name. Any but an H200 gets an H200's; `source` says so."""
+    if device_name.startswith("NVIDIA H200"):
+        return H200
+    return replace(H200, source=f"assumed, not those of {device_name!r}: {H200.source}")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kind of work in a step. Bytes and FLOPs are totals over its `count` calls."""
+
+    name: str
+    count: int
+    """Calls a step."""
+    other_bytes: int
+    """Inputs and results."""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    """Read from the KV cache."""
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All that is read and written."""
+        return self.weight_bytes + self.kv_bytes + self.other_bytes
+
+    def ceiling_s(self, machine: Machine) -> float:
+        """Least seconds for all calls, traffic and arithmetic overlapping fully.
+
+        Where everything fits into the L2 a kernel can be faster.
+        """
+        return max(self.bytes / machine.bytes_per_s, self.flops / machine.flops_per_s)
+
+    def expected_s(self, machine: Machine) -> float:
+        """The ceiling plus a ramp for each call."""
+        return self.ceiling_s(machine) + self.count * machine.ramp_s
+
+
+def causal_pairs(query_len: int, seq_len: int) -> int:
+    """(query, key) pairs of the last `query_len` of `seq_len` tokens, each seeing all up to itself."""
+    return query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2
+
+
+def step_operations(
+    model: ModelConfig,
+    requests: Sequence[tuple[int, int]],
+    num_sampled: int,
+    logits_bytes: int | None = None,
+) -> list[Operation]:
+    """The operations of a step in order of their first call.
+
+    requests: (query_len, seq_len) each, seq_len after the step; num_sampled: rows that get logits and
+    a token; logits_bytes: of one logit, default that of the dtype. Raises ValueError for lengths
+    that no request can have.
+    """
+    if any(not 1 <= query_len <= seq_len for query_len, seq_len in requests):
+        raise ValueError(f"query_len and seq_len do not fit in {requests}")
+    size, hidden, vocab = model.dtype_bytes, model.hidden_size, model.vocab_size
+    tokens = sum(query_len for query_len, _ in requests)
+    row = hidden * size
+    head = [
+        Operation("embed", 1, other_bytes=2 * tokens * row),
+        # The first norm has no residual to add and to write.
+        _norm(model, "input_norm", model.num_layers, tokens, without_residual=1),
+    ]
+    tail = [_norm(model, "final_norm", 1, tokens)]
+    if num_sampled:
+        logits = num_sampled * vocab * (logits_bytes or size)
+        tail += [
+            Operation("gather_rows", 1, other_bytes=2 * num_sampled * row),
+            Operation(
+                "lm_head",
+                1,
+                other_bytes=num_sampled * row + logits,
+                weight_bytes=vocab * row,
+                flops=2 * num_sampled * vocab * hidden,
+            ),
+            Operation("sample", 1, other_bytes=logits),
+        ]
+    return [*head, *_attention(model, requests, tokens), *_mlp(model, tokens), *tail]
+
+
+def _attention(
+    model: ModelConfig, requests: Sequence[tuple[int, int]], tokens: int
+) -> list[Operation]:
+    size, layers, head_dim = model.dtype_bytes, model.num_layers, model.head_dim
+    query, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
+    qkv = query + 2 * kv
+    keys = sum(seq_len for _, seq_len in requests)
+    pairs = sum(causal_pairs(*request) for request in requests)
+    return [
+        _linear(model, "qkv_proj", tokens, qkv, model.hidden_size, model.attention_bias),
+        Operation(
+            "rope_and_cache",
+            layers,
+            # qkv is read and written; cos and sin are head_dim / 2 fp32 each.
+            other_bytes=layers * tokens * (2 * qkv * size + 4 * head_dim),
+            weight_bytes=layers * model.qk_norm * 2 * head_dim * size,
+        ),
+        Operation(
+            "attention",
+            layers,
+            other_bytes=layers * 2 * tokens * query * size,
+            kv_bytes=keys * model.kv_bytes_per_token(),
+            flops=layers * 4 * query * pairs,
+        ),
+        _linear(model, "o_proj", tokens, model.hidden_size, query, model.attention_out_bias),
+    ]
+
+
+def _mlp(model: ModelConfig, tokens: int) -> list[Operation]:
+    hidden, inner, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
+    activated = model.num_layers * 3 * tokens * inner * model.dtype_bytes
+    return [
+        _norm(model, "post_attention_norm", model.num_layers, tokens),
+        _linear(model, "gate_up_proj", tokens, 2 * inner, hidden, bias),
+        Operation("silu_and_mul", model.num_layers, other_bytes=activated),
+        _linear(model, "down_proj", tokens, hidden, inner, bias),
+    ]
+
+
+def _norm(
+    model: ModelConfig, name: str, count: int, tokens: int, without_residual: int = 0
+) -> Operation:
+    """Reads x and the residual, writes both; `without_residual` of the calls have x and its result."""
+    row = model.hidden_size * model.dtype_bytes
+    moved = tokens * row * (4 * count - 2 * without_residual)
+    return Operation(name, count, other_bytes=moved, weight_bytes=count * row)
+
+
+def _linear(model: ModelConfig, name: str, tokens: int, n: int, k: int, bias: bool) -> Operation:
+    """One (n, k) product a layer."""
+    layers, size = model.num_layers, model.dtype_bytes
+    return Operation(
+        name,
+        layers,
+        other_bytes=layers * tokens * (k + n) * size,
+        weight_bytes=layers * (n * k + bias * n) * size,
+        flops=layers * 2 * tokens * n * k,
+    )
