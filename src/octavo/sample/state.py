@@ -1,7 +1,8 @@
 """Sampling settings by request slot: numbers in one device table, rare features in dicts.
 
 No penalty counts live here: they follow from the token history at each step, so nothing has to be
-rebuilt after a preemption or undone after a rejected draft.
+rebuilt after a preemption or undone after a rejected draft. Nothing here waits for a GPU: what goes
+there is copied from pinned memory, in the order of the stream.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +67,8 @@ class Column(IntEnum):
     MIN_TOKENS = 7
     KEY_FIRST = 8
     KEY_SECOND = 9
+    FEATURES = 10
+    """Feature bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,10 @@ class SamplingState:
         self.device = torch.device(device)
         self.features = np.zeros(max_num_seqs, dtype=np.int64)
         """(max_num_seqs,) on the host: Feature bits, 0 for an empty slot."""
+        self.version = 0
+        """Grows with every change: what was derived from an equal version is up to date."""
         self.table = torch.zeros(max_num_seqs, len(Column), dtype=torch.float64, device=self.device)
-        """(max_num_seqs, columns) on the device."""
+        """(max_num_seqs, columns) on the device; a removed request's row stays until the next."""
         self.logprobs: dict[int, int] = {}
         """Slot -> top tokens to report, -1 for all; absent if logprobs were not asked for."""
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}
@@ -100,13 +106,18 @@ class SamplingState:
         """Fill an empty slot. All token ids of the request are inside the vocabulary."""
         self.remove(slot)
         params = request.sampling_params
-        self.features[slot] = _features(params, request)
-        self.table[slot] = torch.tensor(_numbers(params, request.seed, self.vocab_size))
+        features = _features(params, request)
+        self.features[slot] = features
+        numbers = _numbers(params, features, request.seed, self.vocab_size)
+        self.table[slot] = to_device(numbers, torch.float64, self.device)
         if params.logprobs is not None:
             self.logprobs[slot] = params.logprobs
         if params.logit_bias:
-            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-            self.bias[slot] = self._ids(params.logit_bias), values.to(self.device)
+            values = list(params.logit_bias.values())
+            self.bias[slot] = (
+                self._ids(params.logit_bias),
+                to_device(values, torch.float32, self.device),
+            )
         if params.allowed_token_ids is not None:
             self.allowed[slot] = self._ids(params.allowed_token_ids)
         if request.bad_words_token_ids:
@@ -116,22 +127,30 @@ class SamplingState:
 
     def remove(self, slot: int) -> None:
         """Empty a slot; an empty slot stays empty."""
+        self.version += 1
         self.features[slot] = 0
         for entries in (self.logprobs, self.bias, self.allowed, self.bad_words, self.end_ids):
             entries.pop(slot, None)
 
     def _ids(self, token_ids: Iterable[int]) -> Tensor:
-        ids = torch.tensor(list(token_ids), dtype=torch.int64)
-        assert bool(((ids >= 0) & (ids < self.vocab_size)).all()), "token id outside the vocabulary"
-        return ids.to(self.device)
+        ids = list(token_ids)
+        assert all(0 <= token < self.vocab_size for token in ids), "token id outside the vocabulary"
+        return to_device(ids, torch.int64, self.device)
 
     def _bad_words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
         longest = max(map(len, words)) - 1
         prefixes = [[NO_TOKEN] * (longest - len(word) + 1) + list(word[:-1]) for word in words]
         return BadWords(
-            torch.tensor(prefixes, dtype=torch.int64, device=self.device),
+            to_device(prefixes, torch.int64, self.device),
             self._ids(word[-1] for word in words),
         )
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of (nested) numbers or of an array, copied without waiting for the device."""
+    # The allocator of pinned memory gives this piece out again only when the copy has run.
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def _features(params: SamplingParams, request: EngineRequest) -> Feature:
@@ -154,7 +173,7 @@ def _features(params: SamplingParams, request: EngineRequest) -> Feature:
     return features
 
 
-def _numbers(params: SamplingParams, seed: int, vocab_size: int) -> list[float]:
+def _numbers(params: SamplingParams, features: Feature, seed: int, vocab_size: int) -> list[float]:
     """One row of the table. Values beyond fp32 are brought into its range: inf would make NaN."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
     key = request_key(seed)
@@ -169,5 +188,6 @@ def _numbers(params: SamplingParams, seed: int, vocab_size: int) -> list[float]:
         Column.MIN_TOKENS: min(params.min_tokens, 2**31),
         Column.KEY_FIRST: key[0],
         Column.KEY_SECOND: key[1],
+        Column.FEATURES: features,
     }
     return [float(numbers[column]) for column in Column]

@@ -1,0 +1,224 @@
+"""The sampler on the GPU: queues kernels and never waits. `Sampler` (CPU) is its oracle.
+
+The steps, settings and random numbers are those of `Sampler.sample`, and so are the tokens for the
+same logits, up to the last bit of exp(). A row's token and score bits are the same in any batch:
+see kernels/triton/sampling.py. What runs depends on the features of the rows, known on the host:
+one kernel for greedy rows, one more for random ones, one for cuts, one for scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.kernels.triton import sampling, sampling_cut
+from octavo.outputs import TokenLogprobs
+from octavo.sample.device_edits import Edits
+from octavo.sample.logprobs import top_tokens
+from octavo.sample.processors import NO_TOKEN
+from octavo.sample.sampler import CollectedSample
+from octavo.sample.state import Feature, SamplingState, to_device
+
+ERRORS = {
+    int(sampling.NOT_FINITE.value): "the model's logits contain NaN or infinity",
+    int(sampling.ALL_MASKED.value): "no token may be sampled: every one is masked",
+    int(sampling.OUT_OF_RANGE.value): "logits are out of range after bias and penalties",
+}
+_LOWEST = torch.finfo(torch.float32).min
+_TOP_ELEMENTS = 1 << 25  # logits searched for top tokens at a time: bounds the temporaries
+_RANDOM = Feature.RANDOM | Feature.RANDOM_CUT
+
+
+@dataclass(slots=True)
+class TopTokens:
+    """Most likely tokens of some rows."""
+
+    rows: list[int]
+    token_ids: Tensor
+    """(rows, k) int64."""
+    logprobs: Tensor
+    """(rows, k) fp32."""
+
+
+@dataclass(slots=True)
+class DeviceSample:
+    """What one launch gives, on the device until `to_host`. Row numbers are those of the logits."""
+
+    token_ids: Tensor
+    """(rows,) int32 on the device; 0 for rows that failed, so that a next step has a valid id."""
+    results: Tensor
+    """(rows, 4) int32: token, error code, rank, bits of the fp32 logprob."""
+    scored: list[int] = field(default_factory=list)
+    """Rows whose request asked for logprobs."""
+    top: list[TopTokens] = field(default_factory=list)
+    on_host: bool = False
+
+    def to_host(self) -> None:
+        """Queue the copies to pinned memory on the current stream; they may still be under way."""
+        self.results = _copied(self.results)
+        for top in self.top:
+            top.token_ids, top.logprobs = _copied(top.token_ids), _copied(top.logprobs)
+        self.on_host = True
+
+    def collect(self) -> CollectedSample:
+        """Plain data as from SamplerOutput.collect; after to_host, once the copies are done."""
+        assert self.on_host, "collect() before to_host()"
+        tokens, codes, ranks, _ = self.results.T.tolist()
+        errors = {row: ERRORS[code] for row, code in enumerate(codes) if code}
+        for row in errors:
+            tokens[row] = NO_TOKEN
+        if not self.scored:
+            return CollectedSample(tokens, errors, {})
+        scores = self.results[:, 3].contiguous().view(torch.float32).tolist()
+        logprobs = {
+            row: TokenLogprobs([tokens[row]], [scores[row]], ranks[row])
+            for row in self.scored
+            if row not in errors
+        }
+        for top in self.top:
+            lists = zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True)
+            for row, ids, values in lists:
+                if row in logprobs:
+                    logprobs[row].token_ids.extend(ids)
+                    logprobs[row].logprobs.extend(values)
+        return CollectedSample(tokens, errors, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the rows ask for. Holds for the next step too if slots and settings are the same."""
+
+    slots: list[int]
+    state: SamplingState
+    version: int
+    features: Feature
+    """Of all rows together."""
+    edits: Edits | None
+    scored: list[int]
+    top: list[tuple[int, list[int], Tensor]]
+    """How many tokens, rows, and the rows on the device, int64."""
+
+
+class DeviceSampler:
+    """Samples one token a row. Launches share scratch memory, so they belong on one stream."""
+
+    chunk = 4096
+    """Tokens that one program takes. Shows in no result."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        chunk, vocab = self.chunk, vocab_size
+        self._max_num_seqs, self._vocab_size, self._device = max_num_seqs, vocab, device
+        self._options = sampling.launch_options(chunk, vocab)
+        self._cut_options = sampling_cut.cut_options(chunk, vocab)
+        self._scratch = sampling.scratch(max_num_seqs, chunk, vocab, device)
+        bounds, lists = sampling_cut.scratch(max_num_seqs, chunk, vocab, device)
+        self._block_bounds, self._lists = bounds, lists
+        # Stand for the edited rows where there are none, so that one machine code serves all.
+        self._no_work = torch.empty(1, 1, dtype=torch.float32, device=device)
+        self._no_work_rows = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self._plan: _Plan | None = None
+
+    def launch(
+        self,
+        logits: Tensor,
+        slots_host: list[int],
+        rows: Tensor,
+        state: SamplingState,
+        history: Tensor,
+        num_tokens: Tensor,
+        num_prompt_tokens: Tensor,
+        write_back: bool = True,
+    ) -> DeviceSample:
+        """Queue the sampling of one token for each row; the slots of the rows are distinct.
+
+        logits: (rows, vocab) bf16 or fp32, kept as they are; slots_host: request slot of each row;
+        rows: the same on the device, (rows,) int32 or int64; history: (max_num_seqs, max_model_len)
+        int32 contiguous; num_tokens, num_prompt_tokens: (max_num_seqs,) int32 by slot, as known
+        before the sampled tokens. write_back: append each token to its history, also the 0 of a
+        failed row. The first launch with a new mix of features compiles kernels.
+        """
+        num_rows = len(slots_host)
+        assert logits.shape == (num_rows, self._vocab_size)
+        assert num_rows <= self._max_num_seqs
+        plan = self._plan_of(slots_host, state)
+        token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
+        results = torch.empty(num_rows, 4, dtype=torch.int32, device=self._device)
+        sample = DeviceSample(token_ids, results, plan.scored)
+        if not num_rows:
+            return sample
+        work, work_rows = self._no_work, self._no_work_rows
+        if plan.edits:
+            work = plan.edits.apply(logits, state.table, history, num_tokens, num_prompt_tokens)
+            work_rows = plan.edits.work_rows
+        raw = logits, logits.stride(0)
+        inputs = *raw, work, work_rows, rows, state.table, self._scratch
+        outputs = results, token_ids, history, num_tokens
+        write = {"HISTORY_LEN": history.shape[1], "WRITE_BACK": write_back}
+        grid = self._options["NUM_CHUNKS"], num_rows
+        sampling.scan[grid](*inputs, *outputs, **write, **self._options)
+        if plan.features & _RANDOM:
+            sampling.draw[grid](*inputs, self._block_bounds, *outputs, **write, **self._options)
+        if plan.features & Feature.RANDOM_CUT:
+            scratch = self._block_bounds, self._lists
+            sampling_cut.cut[(num_rows,)](*inputs, *scratch, *outputs, **write, **self._cut_options)
+        if plan.scored:
+            norms = torch.zeros(num_rows, 2, dtype=torch.float32, device=self._device)
+            sampling.score[grid](
+                *raw, rows, state.table, self._scratch, results, norms, **self._options
+            )
+            for k, members, index in plan.top:
+                sample.top += self._top(logits, k, members, index, norms)
+        return sample
+
+    def _plan_of(self, slots: list[int], state: SamplingState) -> _Plan:
+        plan = self._plan
+        if plan and plan.version == state.version and plan.slots == slots and plan.state is state:
+            return plan
+        features = state.features[np.asarray(slots, dtype=np.int64)]
+        scored = np.flatnonzero(features & Feature.LOGPROBS).tolist()
+        members: dict[int, list[int]] = {}
+        for row in scored:
+            k = state.logprobs[slots[row]]
+            members.setdefault(self._vocab_size if k < 0 else min(k, self._vocab_size), []).append(
+                row
+            )
+        members.pop(0, None)
+        self._plan = _Plan(
+            slots=list(slots),
+            state=state,
+            version=state.version,
+            features=Feature(int(np.bitwise_or.reduce(features, initial=0))),
+            edits=Edits.of(slots, features, state),
+            scored=scored,
+            top=[
+                (k, group, to_device(group, torch.int64, self._device))
+                for k, group in members.items()
+            ],
+        )
+        return self._plan
+
+    def _top(
+        self, logits: Tensor, k: int, members: list[int], index: Tensor, norms: Tensor
+    ) -> list[TopTokens]:
+        """The k most likely tokens of some rows, and their scores by the norms of `score`."""
+        found = []
+        step = max(1, _TOP_ELEMENTS // self._vocab_size)
+        for start in range(0, len(members), step):
+            part = index[start : start + step]
+            values, ids = top_tokens(logits.index_select(0, part).float(), k)
+            row_max, log_mass = norms.index_select(0, part)[:, :, None].unbind(1)
+            scores = ((values - row_max) - log_mass).clamp_(min=_LOWEST)
+            found.append(TopTokens(members[start : start + step], ids, scores))
+        return found
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    # The copy may run on another stream than the one that the memory goes back to.
+    tensor.record_stream(torch.cuda.current_stream())
+    return host.copy_(tensor, non_blocking=True)
