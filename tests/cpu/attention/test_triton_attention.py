@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.cpu.kernels.triton.interpreter_repairs import repair
-from tests.cpu.paged import BlockTables, assert_close, assert_same_bits, common_metadata
 
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.reference import ReferenceAttention
@@ -15,6 +13,8 @@ from octavo.attention.triton_paged import TritonAttention
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.errors import ConfigError, KernelError
 from octavo.kernels.triton import attention_plan
+from tests.cpu.kernels.triton.interpreter_repairs import repair
+from tests.cpu.paged import BlockTables, assert_close, assert_same_bits, common_metadata
 
 repair()
 

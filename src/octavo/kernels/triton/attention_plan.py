@@ -48,6 +48,11 @@ class AttentionShape:
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
+    def block_shift(self) -> int:
+        """Of a position, to its block."""
+        return self.block_size.bit_length() - 1
+
+    @property
     def block_token(self) -> int:
         """Values of a token in the query, or the next power of two."""
         return 1 << (self.num_kv_heads * self.group * self.head_dim - 1).bit_length()

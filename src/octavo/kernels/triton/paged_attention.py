@@ -98,13 +98,13 @@ def _walk(
     whole_peak, whole_total, whole_out = _empty(ROWS, SHAPE.block_dim)
     peak, total, out = _empty_split(ROWS, SHAPE.block_dim)
     ones = tl.full((_TILE, _ONES), 1.0, tl.float32).to(query.dtype)
-    dim = tl.arange(0, SHAPE.block_dim)[None, :]
-    ids = tl.load(table + _keys(first_tile, first_key, end_key) // SHAPE.block_size)
+    columns = keys + tl.arange(0, SHAPE.block_dim)[None, :]
+    ids = tl.load(table + (_keys(first_tile, first_key, end_key) >> SHAPE.block_shift))
     for tile in tl.range(first_tile, end_tile):
-        within = _keys(tile, first_key, end_key) % SHAPE.block_size * SHAPE.head_dim
-        place = keys + (ids.to(tl.int64) * block_stride + within)[:, None] + dim
+        within = (_keys(tile, first_key, end_key) & (SHAPE.block_size - 1)) * SHAPE.head_dim
+        place = columns + (ids.to(tl.int64) * block_stride + within)[:, None]
         # One tile ahead, so that the addresses of K and V wait for no load.
-        ids = tl.load(table + _keys(tile + 1, first_key, end_key) // SHAPE.block_size)
+        ids = tl.load(table + (_keys(tile + 1, first_key, end_key) >> SHAPE.block_shift))
         score = tl.dot(query, tl.trans(_load_tile(place, SHAPE)))
         if tile >= seen_by_all:
             key = (tile * _TILE.value + tl.arange(0, _TILE))[None, :]
@@ -200,7 +200,8 @@ def _next(tickets, num_items):
 def _finish(tickets, num_items):
     """The last program to come leaves the tickets as the next launch wants them."""
     if num_items > tl.num_programs(0):
-        if tl.atomic_add(tickets + 1, 1) == tl.num_programs(0) - 1:
+        last = tl.atomic_add(tickets + 1, 1) == tl.num_programs(0) - 1
+        if last:
             tl.store(tickets, 0)
             tl.store(tickets + 1, 0)
 
@@ -381,7 +382,7 @@ def launch_options(shape: AttentionShape, large: bool) -> dict[str, Any]:
     """Constexprs, warps and stages of either kernel: a matter of the layer's shape only."""
     return {
         "SHAPE": shape,
-        "num_warps": 8 if large else 4,
+        "num_warps": 8 if large or shape.block_dim > 128 else 4,
         # Tiles of K and V in flight: as many as leave room for the tile of queries.
         "num_stages": 3 if shape.block_dim <= 128 else 2,
     }
@@ -389,9 +390,7 @@ def launch_options(shape: AttentionShape, large: bool) -> dict[str, Any]:
 
 def programs_per_sm(shape: AttentionShape, large: bool) -> int:
     """How many programs of either kernel an SM has room for, by registers."""
-    if large:
-        return 1 if shape.block_dim > 64 else 2
-    return 2 if shape.block_dim > 64 else 3
+    return 1 if large else {256: 1, 128: 2}.get(shape.block_dim, 3)
 
 
 @dataclass(frozen=True, slots=True)
