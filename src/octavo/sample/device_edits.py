@@ -1,8 +1,7 @@
 """Logits processors on the device: an fp32 copy of the rows that use any, edited without waiting.
 
 Which rows use what is known on the host and is gathered once for a set of request slots, so a step
-that repeats the last one's slots uploads nothing. One operation edits all rows that use a feature;
-only bad words, whose patterns differ in length, go row by row.
+that repeats the last one's slots uploads nothing, and a feature is one edit for all rows that use it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from octavo.kernels.triton.sampling_penalties import penalize
-from octavo.sample import processors
+from octavo.sample.processors import NO_TOKEN
 from octavo.sample.state import BadWords, Column, Feature, SamplingState, to_device
 
 
@@ -28,7 +28,7 @@ class _Entries:
     tokens: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Edits:
     """What is done to which rows. Work row i is the copy of logits row `touched[i]`."""
 
@@ -36,15 +36,15 @@ class Edits:
     """(rows,) int32: the work row of each logits row, -1 for those that are read as they are."""
     touched: Tensor
     """(work rows,) int64."""
-    bias: tuple[_Entries, Tensor] | None
+    bias: tuple[_Entries, Tensor] | None = None
     """With the value of each entry, fp32."""
-    penalized: tuple[Tensor, Tensor] | None
+    penalized: tuple[Tensor, Tensor] | None = None
     """Work rows and their slots, int64."""
-    allowed: tuple[_Entries, Tensor] | None
+    allowed: tuple[_Entries, Tensor] | None = None
     """With the work rows, int64."""
-    bad_words: list[tuple[int, int, BadWords]]
-    """Work row, slot, words."""
-    end_tokens: _Entries | None
+    bad_words: tuple[_Entries, Tensor] | None = None
+    """The last token of each word, with the tokens before it: (words, longest) int64."""
+    end_tokens: _Entries | None = None
 
     @classmethod
     def of(cls, slots: list[int], features: np.ndarray, state: SamplingState) -> Edits | None:
@@ -61,26 +61,27 @@ class Edits:
         work_rows = np.full(len(slots), -1)
         work_rows[touched] = np.arange(len(touched))
         bias, allowed = using(Feature.BIAS), using(Feature.ALLOWED)
-        ending = using(Feature.MIN_TOKENS)
-        values = [state.bias[slot][1] for _, slot in bias]
-        return cls(
+        penalized = using(Feature.REPETITION | Feature.OUTPUT_PENALTY)
+        bad, ending = using(Feature.BAD_WORDS), using(Feature.MIN_TOKENS)
+        edits = cls(
             work_rows=to_device(work_rows, torch.int32, device),
             touched=to_device(touched, torch.int64, device),
-            bias=(_entries(bias, [state.bias[slot][0] for _, slot in bias]), torch.cat(values))
-            if bias
-            else None,
-            penalized=_columns(using(Feature.REPETITION | Feature.OUTPUT_PENALTY), device),
-            allowed=(
-                _entries(allowed, [state.allowed[slot] for _, slot in allowed]),
-                to_device([row for row, _ in allowed], torch.int64, device),
-            )
-            if allowed
-            else None,
-            bad_words=[(*place, state.bad_words[place[1]]) for place in using(Feature.BAD_WORDS)],
-            end_tokens=_entries(ending, [state.end_ids[slot] for _, slot in ending])
-            if ending
-            else None,
         )
+        if bias:
+            values = torch.cat([state.bias[slot][1] for _, slot in bias])
+            edits.bias = _entries(bias, [state.bias[slot][0] for _, slot in bias]), values
+        if penalized:
+            rows, penalized_slots = to_device(penalized, torch.int64, device).T.contiguous()
+            edits.penalized = rows, penalized_slots
+        if allowed:
+            rows = to_device([row for row, _ in allowed], torch.int64, device)
+            edits.allowed = _entries(allowed, [state.allowed[slot] for _, slot in allowed]), rows
+        if bad:
+            words = [state.bad_words[slot] for _, slot in bad]
+            edits.bad_words = _entries(bad, [word.last for word in words]), _joined(words)
+        if ending:
+            edits.end_tokens = _entries(ending, [state.end_ids[slot] for _, slot in ending])
+        return edits
 
     def apply(
         self,
@@ -108,10 +109,8 @@ class Edits:
             kept = work[at]
             work.index_fill_(0, rows, -torch.inf)
             work.index_put_(at, kept)
-        for row, slot, words in self.bad_words:
-            length = words.prefixes.shape[1]
-            recent = processors.last_tokens(history[slot], num_tokens[slot], length)
-            processors.mask_bad_words(work[row], words.prefixes, words.last, recent)
+        if self.bad_words:
+            _mask_bad_words(work, *self.bad_words, history, num_tokens)
         if self.end_tokens:
             entries = self.end_tokens
             at, slots = (entries.rows, entries.tokens), entries.slots
@@ -121,15 +120,33 @@ class Edits:
         return work
 
 
-def _columns(places: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    if not places:
-        return None
-    rows, slots = to_device(places, torch.int64, device).T.contiguous()
-    return rows, slots
-
-
 def _entries(places: list[tuple[int, int]], tokens: list[Tensor]) -> _Entries:
+    """Work row and slot of each of some rows, with the row's tokens."""
     repeated = np.repeat(np.array(places).T, [len(ids) for ids in tokens], axis=1)
     ids = torch.cat(tokens)
     rows, slots = to_device(repeated, torch.int64, ids.device)
     return _Entries(rows, slots, ids)
+
+
+def _joined(words: list[BadWords]) -> Tensor:
+    """The prefixes of all words, (words, longest) int64, right-aligned."""
+    longest = max(word.prefixes.shape[1] for word in words)
+    return torch.cat(
+        [pad(w.prefixes, (longest - w.prefixes.shape[1], 0), value=NO_TOKEN) for w in words]
+    )
+
+
+def _mask_bad_words(
+    work: Tensor, entries: _Entries, prefixes: Tensor, history: Tensor, num_tokens: Tensor
+) -> None:
+    """As processors.mask_bad_words, each word in its own row."""
+    length, vocab = prefixes.shape[1], work.shape[1]
+    ends = num_tokens[entries.slots, None]
+    columns = ends + torch.arange(-length, 0, device=work.device)
+    recent = history[entries.slots[:, None], columns.clamp(min=0)]
+    recent = recent.masked_fill_(columns < 0, NO_TOKEN)
+    hit = ((prefixes == recent) | (prefixes == NO_TOKEN)).all(1)
+    values = torch.full_like(hit, torch.inf, dtype=work.dtype).masked_fill_(hit, -torch.inf)
+    # Two words may end in the same token with only one of them hit: the smaller value wins.
+    places = entries.rows * vocab + entries.tokens
+    work.view(-1).scatter_reduce_(0, places, values, reduce="amin")

@@ -28,7 +28,7 @@ ERRORS = {
     int(sampling.OUT_OF_RANGE.value): "logits are out of range after bias and penalties",
 }
 _LOWEST = torch.finfo(torch.float32).min
-_TOP_ELEMENTS = 1 << 25  # logits searched for top tokens at a time: bounds the temporaries
+_TOP_ELEMENTS = 1 << 24  # logits searched for top tokens at a time: bounds the temporaries
 _RANDOM = Feature.RANDOM | Feature.RANDOM_CUT
 
 

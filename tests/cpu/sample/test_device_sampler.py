@@ -201,6 +201,18 @@ def test_failures_stay_in_their_rows() -> None:
     assert {row - 4: scores for row, scores in logprobs.items()} == before[2]
 
 
+def test_bad_words_of_several_rows_and_lengths() -> None:
+    """Patterns are padded to the longest of all rows; one row's history is shorter than them."""
+    batch = Batch(64)
+    rows = [((1, 2, 3, 9), (9,)), ((5, 9),), ((4, 5, 9), (6, 9)), ((7,), (8,))]
+    for slot, words in enumerate(rows):
+        prompt = [1] if slot == 1 else [1, 2, 4, 5]
+        batch.put(slot, request(slot, words, temperature=0.0), prompt)
+    logits = torch.zeros(4, 64)
+    logits[:, 9], logits[:, 7], logits[:, 3] = 3.0, 2.0, 1.0
+    assert check(batch, logits, [0, 1, 2, 3])[0] == [7, 9, 7, 9]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_overflow_by_a_penalty_and_nan_behind_a_mask() -> None:
     batch = Batch(256)
