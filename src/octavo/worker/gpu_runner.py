@@ -28,7 +28,7 @@ class CopiedSample:
     def collect(self) -> CollectedSample:
         """Wait for the copy; see PendingSample."""
         self.copied.synchronize()
-        return CollectedSample(*self.sample.collect())
+        return self.sample.collect()
 
 
 class GpuModelRunner(ModelRunner):
@@ -68,6 +68,7 @@ class GpuModelRunner(ModelRunner):
         for params in (
             SamplingParams(temperature=0.0),
             SamplingParams(logprobs=1),
+            SamplingParams(repetition_penalty=1.1),
             SamplingParams(top_p=0.9, top_k=10, min_p=0.01),
         ):
             self._sampling.add(0, EngineRequest("warm-up", [0], params, seed=0))
