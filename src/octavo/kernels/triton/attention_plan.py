@@ -64,7 +64,10 @@ class AttentionShape:
 
 
 # Specialised values would make other machine code for 1 request and for 16.
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "workspace_rows"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_programs", "workspace_rows"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+)
 def _plan(
     query_start_loc, seq_lens, plan, num_requests, num_programs, workspace_rows,
     SHAPE: tl.constexpr,

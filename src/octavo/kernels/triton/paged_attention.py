@@ -206,7 +206,11 @@ def _finish(tickets, num_items):
             tl.store(tickets + 1, 0)
 
 
-@triton.jit
+# Lists may start anywhere in a buffer; that must not be another compilation, nor must a number of tokens.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables", "query_start_loc", "seq_lens", "tickets"],
+)
 def attend_large(
     query, out, cache, tables, query_start_loc, seq_lens, plan, tickets,
     query_stride, table_stride, block_stride, scale, SHAPE: tl.constexpr,
@@ -294,8 +298,10 @@ def _zero_padding(out, first, end, SHAPE: tl.constexpr):
         tl.store(out + token * size + column, zeros, mask=column < size)
 
 
-# A specialised number of tokens would make other machine code for 1 token and for 16.
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["tables", "query_start_loc", "seq_lens", "tickets"],
+)
 def attend_small(
     query, out, cache, tables, query_start_loc, seq_lens, plan, tickets,
     query_stride, table_stride, block_stride, scale,

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import triton
-
-from octavo.inspect.sass import disassemble, matches
-from octavo.kernels.triton import attention_plan, paged_attention
-from octavo.kernels.triton.attention_plan import AttentionShape
-from octavo.kernels.triton.paged_attention import launch_options, programs_per_sm
 from tests.cpu.kernels.triton.compile_harness import (
     SHARED_LIMIT,
     Case,
     CompiledKernel,
     compile_cases,
 )
+
+from octavo.inspect.sass import disassemble, matches
+from octavo.kernels.triton import attention_plan, paged_attention
+from octavo.kernels.triton.attention_plan import AttentionShape
+from octavo.kernels.triton.paged_attention import launch_options, programs_per_sm
 
 # Head sizes x dtypes; among them the groups, blocks and windows that change the code.
 SHAPES = {
