@@ -149,7 +149,8 @@ class SamplingState:
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of (nested) numbers or of an array, copied without waiting for the device."""
     # The allocator of pinned memory gives this piece out again only when the copy has run.
-    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.as_tensor(values, dtype=dtype)
+    pinned = host.pin_memory() if device.type == "cuda" else host
     return pinned.to(device, non_blocking=True)
 
 
