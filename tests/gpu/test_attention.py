@@ -245,11 +245,10 @@ def test_partial_results_without_room_have_equal_bits() -> None:
     assert not bool(sequences.backend._workspace.tickets.any())
 
 
-@pytest.mark.parametrize("block_size", [32, 256])
-def test_other_block_sizes_have_equal_bits(block_size: int) -> None:
+def test_another_block_size_has_equal_bits() -> None:
     layer = LAYERS["8B"]
     expected = Sequences(layer, (1100,)).run([1100])
-    other = Sequences(replace(layer, block_size=block_size), (1100,))
+    other = Sequences(replace(layer, block_size=256), (1100,))
     assert_same_bits(other.run([600, 1, 1, 300, 198]), expected)
 
 

@@ -17,7 +17,6 @@ from octavo.kernels.triton.lang import tl, triton
 M, N, K = 256, 512, 2048
 BF16_TILES = [
     (16, 8, 64, 4),
-    (16, 64, 64, 4),
     (16, 128, 32, 4),
     (64, 8, 64, 4),
     (64, 16, 64, 4),
@@ -26,8 +25,12 @@ BF16_TILES = [
     (128, 256, 64, 8),
 ]
 FP16_TILES = [(16, 8, 64, 4), (16, 128, 32, 4), (128, 64, 64, 8)]
-CASES = [(torch.bfloat16, tile) for tile in BF16_TILES] + [
-    (torch.float16, tile) for tile in FP16_TILES
+SWAPPED_TILES = [(16, 8, 64, 4), (64, 16, 64, 4), (128, 64, 64, 8)]
+CASES = [
+    *((torch.bfloat16, tile, False) for tile in BF16_TILES),
+    *((torch.bfloat16, tile, True) for tile in SWAPPED_TILES),
+    *((torch.float16, tile, False) for tile in FP16_TILES),
+    (torch.float16, SWAPPED_TILES[0], True),
 ]
 
 
@@ -97,8 +100,7 @@ def multiply(
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["normal", "wide"])
-@pytest.mark.parametrize("swapped", [False, True], ids=["plain", "swapped"])
-@pytest.mark.parametrize(("dtype", "tile"), CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "tile", "swapped"), CASES, ids=str)
 def test_products(
     dtype: torch.dtype, tile: tuple[int, int, int, int], swapped: bool, wide: bool
 ) -> None:
