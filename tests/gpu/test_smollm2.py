@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from octavo.attention.triton_paged import TritonAttention
 from tests.cpu.paged import common_metadata
 from tests.cpu.real.helpers import TEXTS
 from tests.gpu.engines import SHAPES, engine, fingerprint, model_folder, sampling
 from tests.gpu.model_file import demo_model_path
 
 from octavo.attention.reference import ReferenceAttention
+from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.engine.tokenizer import load_tokenizer
