@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import KernelError
-from octavo.inspect import figures, figures_curves, report, report_data
+from octavo.inspect import figures, figures_tiles, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_html import render_html
 from octavo.inspect.asm_text import note_lines, render_text
+from octavo.inspect.drawing import SERIES, svg
 from octavo.inspect.notes import notes
 from octavo.kernels.matmul import occupancy as occupancy_model
 from octavo.kernels.matmul import quantization, roofline
@@ -126,10 +127,10 @@ def run_roofline(args: argparse.Namespace) -> int:
     )
     if args.svg:
         slope = f"DRAM, {roof.bytes_per_s / 1e12:.1f} TB/s"
-        ceiling = figures_curves.Roof(f"{args.dtype} peak", slope, roof, 2)
-        point = figures_curves.Point(intensity, roof.attainable(intensity), f"{m} x {n} x {k}", 1)
-        picture = figures_curves.roofline_figure([ceiling], [point], f"{m} x {n} x {k}")
-        _write(args.svg, picture.standalone())
+        ceiling = f"{args.dtype} peak", slope, roof, SERIES[2]
+        point = intensity, roof.attainable(intensity) / 1e12, f"{m} x {n} x {k}", SERIES[1]
+        picture = figures.roofline_figure([ceiling], [point], f"{m} x {n} x {k}")
+        _write(args.svg, svg(picture))
     return 0
 
 
@@ -162,8 +163,8 @@ def run_report(args: argparse.Namespace) -> int:
     if args.json is None and args.figures is None:
         raise KernelError("give the JSON of `octavo kernels bench --out FILE`, or --figures DIR")
     if args.figures:
-        for name, picture in figures.pictures().items():
-            _write(args.figures / f"{name}.svg", picture.standalone())
+        for name, picture in figures_tiles.pictures().items():
+            _write(args.figures / f"{name}.svg", svg(picture))
     if args.json is None:
         return 0
     run = report_data.load_run(args.json)

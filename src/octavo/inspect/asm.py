@@ -1,21 +1,21 @@
 """Owns one kernel seen three ways at once: source lines, PTX and SASS, and how they correspond.
 
 `assemble` compiles and disassembles without a GPU. `notes` reads the result and says in words what
-the compiler did; `asm_text` and `asm_html` print it.
+the compiler did; `asm_text` and `asm_html` show it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from octavo.errors import KernelError
 from octavo.inspect.flow import Loop, loops
-from octavo.inspect.ptx import PtxInstruction, PtxKernel, parse_ptx
-from octavo.inspect.sass import Instruction, Location, SassKernel, disassemble
+from octavo.inspect.listing import Step
+from octavo.inspect.ptx import parse_ptx
+from octavo.inspect.sass import SassKernel, disassemble
 from octavo.kernels.jit import KernelResources, compile_source
 
 _LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"$')
@@ -32,7 +32,7 @@ class Assembly:
     main: str
     files: dict[str, dict[int, str]]
     ptx_lines: list[str]
-    ptx: PtxKernel
+    ptx: list[Step]
     sass: SassKernel
     resources: KernelResources
     log: str = ""  # what the compiler said
@@ -42,15 +42,19 @@ class Assembly:
         return loops(self.sass)
 
     @cached_property
-    def ptx_loops(self) -> list[Loop]:
-        return loops(self.ptx)
+    def looped(self) -> frozenset[Step]:
+        """SASS instructions that stand in any loop."""
+        indices = frozenset[int]().union(*(loop.body for loop in self.sass_loops))
+        return frozenset(self.sass.instructions[index] for index in indices)
 
-    def text_at(self, where: Location) -> str:
-        return self.files.get(where.file, {}).get(where.line, "").strip()
+    def note(self, kind: str, text: str, at: Sequence[Step] = ()) -> Note:
+        """A remark on the SASS instructions `at`, with the source lines that they are of."""
+        lines = sorted({line for step in at if (line := self.home_line(step))})
+        return Note(kind, text, tuple(lines), offsets=tuple(step.at for step in at))
 
-    def home_line(self, step: Instruction | PtxInstruction) -> int | None:
+    def home_line(self, step: Step) -> int | None:
         """The line of the kernel's own file that a step belongs to, through inlined calls."""
-        return next((w.line for w in step.locations() if w.file == self.main), None)
+        return next((w.line for w in step.locations if w.file == self.main), None)
 
 
 def assemble(source: str, name: str, kernel: str | None = None) -> Assembly:
@@ -59,20 +63,12 @@ def assemble(source: str, name: str, kernel: str | None = None) -> Assembly:
     `kernel` picks one of several entry functions, default the first. Raises KernelError when the
     source does not compile, or when NVRTC or nvdisasm is missing.
     """
-    compiled = compile_source(source, extra_flags=("-lineinfo",), name=name)
-    machine = disassemble(compiled.cubin)
-    if not machine:
-        raise KernelError(f"{name} has no kernel")
-    entry = kernel or next(iter(compiled.resources), next(iter(machine)))
+    built = compile_source(source, extra_flags=("-lineinfo",), name=name)
+    machine = disassemble(built.cubin)
+    entry = kernel or next(iter([*built.resources, *machine]), "")
     if entry not in machine:
-        raise KernelError(f"{name} has no kernel {entry!r}, only {', '.join(machine)}")
-    return from_listings(
-        source=compiled.source,
-        ptx=compiled.ptx,
-        sass=machine[entry],
-        resources=compiled.resources[entry],
-        log=compiled.log,
-    )
+        raise KernelError(f"{name} has no kernel {entry!r}, only {', '.join(machine) or 'none'}")
+    return from_listings(built.source, built.ptx, machine[entry], built.resources[entry], built.log)
 
 
 def from_listings(
@@ -80,9 +76,9 @@ def from_listings(
 ) -> Assembly:
     """The same from texts at hand; `source` has `#line` marks where files begin."""
     files = split_files(source)
-    parsed = parse_ptx(ptx).get(sass.name, PtxKernel(sass.name))
-    first = next((s.locations()[-1].file for s in sass.instructions if s.where), "")
-    main = first or next(iter(files), "")
+    parsed = parse_ptx(ptx).get(sass.name, [])
+    homes = [step.locations[-1].file for step in sass.instructions if step.locations]
+    main = next(iter([*homes, *files]), "")
     return Assembly(sass.name, main, files, ptx.splitlines(), parsed, sass, resources, log)
 
 
@@ -104,7 +100,7 @@ class Note:
     """One remark on what the compiler did, in plain words.
 
     `kind` is a short heading. `lines` are source lines of the main file, `ptx_lines` lines of the
-    PTX text, `offsets` SASS offsets in bytes: where to look. `facts` holds the numbers in the text.
+    PTX text, `offsets` SASS offsets in bytes: where to look.
     """
 
     kind: str
@@ -112,4 +108,3 @@ class Note:
     lines: tuple[int, ...] = ()
     ptx_lines: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)

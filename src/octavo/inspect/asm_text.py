@@ -4,89 +4,66 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import groupby, zip_longest
 
 from octavo.inspect.asm import Assembly, Note
-from octavo.inspect.ptx import PtxInstruction
-from octavo.inspect.sass import Instruction
+from octavo.inspect.listing import Step
 
-_LEFT = 62  # columns of the PTX side
+_LEFT, _WIDTH = 62, 132  # columns of the PTX side, and of both
 
 
-def render_text(
-    assembly: Assembly, remarks: Sequence[Note], *, most: int = 6, width: int = 132
-) -> str:
+def render_text(assembly: Assembly, remarks: Sequence[Note], *, most: int = 6) -> str:
     """The whole report. At most `most` SASS instructions are shown for one of PTX; 0 shows all."""
     lines = [f"{assembly.name}: {len(assembly.sass.instructions)} SASS instructions", ""]
-    lines += note_lines(remarks, width)
-    lines += ["", f"{'source line / PTX':{_LEFT}} SASS", "-" * width]
-    lines += _listing(assembly, most, width)
+    lines += note_lines(remarks, _WIDTH)
+    lines += ["", f"{'source line / PTX':{_LEFT}} SASS", "-" * _WIDTH]
+    lines += _listing(assembly, most)
     return "\n".join(lines) + "\n"
 
 
 def note_lines(remarks: Sequence[Note], width: int = 100) -> list[str]:
     """The remarks under their headings, wrapped, with where to look."""
     lines: list[str] = []
-    heading = ""
-    for note in remarks:
-        if note.kind != heading:
-            heading = note.kind
-            lines.append(f"{heading}")
-        text = note.text + _where(note)
-        lines += textwrap.wrap(text, width, initial_indent="  - ", subsequent_indent="    ")
+    for heading, group in groupby(remarks, lambda note: note.kind):
+        lines.append(heading)
+        for note in group:
+            where = []
+            if note.lines:
+                where.append("line " + ", ".join(map(str, note.lines[:4])))
+            if len(note.ptx_lines) == 2:
+                where.append(f"PTX {note.ptx_lines[0]}-{note.ptx_lines[1]}")
+            text = note.text + (f" [{'; '.join(where)}]" if where else "")
+            lines += textwrap.wrap(text, width, initial_indent="  - ", subsequent_indent="    ")
     return lines
 
 
-def _where(note: Note) -> str:
-    parts = []
-    if note.lines:
-        parts.append("line " + ", ".join(map(str, note.lines[:4])))
-    if len(note.ptx_lines) == 2:
-        parts.append(f"PTX {note.ptx_lines[0]}-{note.ptx_lines[1]}")
-    return f" [{'; '.join(parts)}]" if parts else ""
-
-
-def _listing(assembly: Assembly, most: int, width: int) -> list[str]:
-    ptx: dict[int, list[PtxInstruction]] = {}
-    for step in assembly.ptx.instructions:
+def _listing(assembly: Assembly, most: int) -> list[str]:
+    ptx: dict[int, list[Step]] = {}
+    for step in assembly.ptx:
         ptx.setdefault(assembly.home_line(step) or 0, []).append(step)
-    sass: dict[int, list[Instruction]] = {}
-    for machine in assembly.sass.instructions:
-        sass.setdefault(machine.ptx_line or 0, []).append(machine)
-    known = {step.line for step in assembly.ptx.instructions}
+    sass: dict[int, list[Step]] = {}
+    for step in assembly.sass.instructions:
+        sass.setdefault(step.ptx_line or 0, []).append(step)
     lines: list[str] = []
     source = assembly.files.get(assembly.main, {})
     for number in sorted(ptx):
-        text = source.get(number, "").rstrip() if number else "(no source line)"
-        lines += ["", f"{number:4d} | {text}" if number else text]
+        text = f"{number:4d} | {source.get(number, '').rstrip()}"
+        lines += ["", text if number else "(no source line)"]
         for step in ptx[number]:
-            lines += _pair(step, sass.get(step.line, []), most, width)
-    rest = [s for line, steps in sass.items() if line not in known for s in steps]
-    if rest:
+            left = f"  {step.at:5d}  {short_operands(step.text)}"
+            lines += _pair(left, sass.pop(step.at, []), most)
+    if rest := [step for steps in sass.values() for step in steps]:
         lines += ["", "(machine code of no PTX instruction: padding, or labels and declarations)"]
-        lines += [_right(s, width) for s in (rest if not most else rest[: 2 * most])]
+        lines += _pair("", rest, 2 * most)
     return lines
 
 
-def _pair(step: PtxInstruction, machine: list[Instruction], most: int, width: int) -> list[str]:
-    shown = machine if not most else machine[:most]
-    right = [_machine(s) for s in shown]
-    if len(shown) < len(machine):
-        right.append(f"      ... and {len(machine) - len(shown)} more")
-    left = f"  {step.line:5d}  {short_operands(step.text)}"
-    rows = []
-    for index in range(max(1, len(right))):
-        start = left if index == 0 else ""
-        end = right[index] if index < len(right) else ""
-        rows.append(f"{_cut(start, _LEFT - 1):{_LEFT}} {_cut(end, width - _LEFT - 1)}".rstrip())
-    return rows
-
-
-def _right(step: Instruction, width: int) -> str:
-    return f"{'':{_LEFT}} {_cut(_machine(step), width - _LEFT - 1)}"
-
-
-def _machine(step: Instruction) -> str:
-    return f"{step.offset:04x}  {step.text}"
+def _pair(left: str, machine: list[Step], most: int) -> list[str]:
+    right = [f"{step.at:04x}  {step.text}" for step in machine]
+    if most and len(right) > most:
+        right[most:] = [f"      ... and {len(right) - most} more"]
+    rows = zip_longest([left], right, fillvalue="")
+    return [f"{_cut(a, _LEFT - 1):{_LEFT}} {_cut(b, _WIDTH - _LEFT - 1)}".rstrip() for a, b in rows]
 
 
 def _cut(text: str, width: int) -> str:

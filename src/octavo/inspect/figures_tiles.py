@@ -1,8 +1,18 @@
-"""Owns the pictures of layouts in space: swizzled shared memory and tile schedules."""
+"""Owns the pictures of space and time: swizzled shared memory, tile schedules, a ring of stages."""
 
 from __future__ import annotations
 
-from octavo.inspect.svg import ACCENT, INK, LINE, PANEL, SERIES, SOFT, WARN, Svg
+from itertools import groupby
+from typing import Any
+
+from octavo.inspect.drawing import BAD, GOOD, INK, PANEL, SERIES, SOFT, canvas, style, tip
+from octavo.inspect.figures import (
+    device_roofs,
+    occupancy_figure,
+    quantization_figure,
+    roofline_figure,
+)
+from octavo.kernels.matmul.barriers import ring_timeline
 from octavo.kernels.matmul.roofline import H200
 from octavo.kernels.matmul.schedule import (
     L2Reuse,
@@ -14,76 +24,81 @@ from octavo.kernels.matmul.schedule import (
 )
 from octavo.kernels.matmul.swizzle import SWIZZLES, Swizzle, column_conflicts
 
-_CELL = 27
 _SIDE = 32  # tiles on each side of the schedule picture: 4096 x 8192 in 128x256 tiles
-_SLOTS = 8  # 16-byte slots in one 128-byte line of banks
+_TICKS, _LOAD, _MATH = 36, 6, 2
 
 
-def swizzle_figure() -> Svg:
+def pictures() -> dict[str, Any]:
+    """The pictures that need no measurement, by the name of their file in docs/figures."""
+    return {
+        "swizzle": swizzle_figure(),
+        "ring": ring_figure(),
+        "schedules": schedule_figure(),
+        "quantization": quantization_figure(),
+        "occupancy": occupancy_figure(),
+        "roofline": roofline_figure(device_roofs(H200), [], "Roofline of an H200"),
+    }
+
+
+@style()
+def swizzle_figure() -> Any:
     """Where the 16-byte chunks of a tile lie, for each mode; chunk 0 of 8 rows is outlined."""
     panels: list[tuple[str, Swizzle | None, int]] = [("128-byte rows, no swizzle", None, 128)]
     panels += [(f"{s.name} swizzle", s, s.span_bytes) for s in reversed(SWIZZLES.values())]
-    pitch = _SLOTS * _CELL + 36
-    svg = Svg(len(panels) * pitch + 40, 360, "Shared memory tiles with and without a swizzle")
-    for index, (name, mode, row_bytes) in enumerate(panels):
-        _swizzle_panel(svg, 40 + index * pitch, name, mode, row_bytes)
-    svg.text(14, 190, "addresses, 128 bytes a line", size=12, anchor="middle", fill=SOFT, turn=-90)
-    return svg
+    title = "Shared memory tiles with and without a swizzle"
+    figure, axes = canvas(1040, 360, "0123", title)
+    for ax, (name, mode, row_bytes) in zip(axes.values(), panels, strict=True):
+        _swizzle_panel(ax, name, mode, row_bytes)
+    axes["0"].set_ylabel("addresses, 128 bytes a line")
+    return figure
 
 
-def _swizzle_panel(svg: Svg, left: float, name: str, mode: Swizzle | None, row_bytes: int) -> None:
-    chunks = row_bytes // 16
-    top = 76
-    svg.text(left, 28, name, size=15, bold=True)
+def _swizzle_panel(ax: Any, name: str, mode: Swizzle | None, row_bytes: int) -> None:
     rows = 128 // row_bytes
-    words = "a line" if rows == 1 else f"{rows} rows a line"
-    svg.text(left, 47, f"{row_bytes}-byte rows, {words}", size=12, fill=SOFT)
-    for slot in range(_SLOTS):
-        at = left + (slot + 0.5) * _CELL
-        svg.text(at, top - 6, f"{4 * slot}", size=10, anchor="middle", fill=SOFT)
-    chosen = []
     for row in range(8 * rows):
-        for chunk in range(chunks):
+        for chunk in range(row_bytes // 16):
             plain = row * row_bytes + chunk * 16
             place = mode.apply(plain) if mode else plain
-            x, y = left + place % 128 // 16 * _CELL, top + place // 128 * _CELL
-            picked = chunk == 0 and row < 8
-            svg.rect(
-                x,
-                y,
-                _CELL,
-                _CELL,
-                SERIES[chunk],
-                stroke=PANEL,
-                opacity=0.9 if picked else 0.28,
-                tip=f"row {row}, chunk {chunk}: byte {plain} lies at {place}",
-            )
-            colour = PANEL if picked else INK
-            label = f"{row}.{chunk}"
-            size = 10 if row < 10 else 9
-            svg.text(x + _CELL / 2, y + 17, label, size=size, anchor="middle", fill=colour)
+            x, y = place % 128 // 16, place // 128
+            picked = chunk == 0 and row < 8  # what one read wants
+            words = tip(f"row {row}, chunk {chunk}: byte {plain} lies at {place}")
             if picked:
-                chosen.append((x, y))
-    for x, y in chosen:
-        svg.rect(x + 1, y + 1, _CELL - 2, _CELL - 2, "none", stroke=INK, stroke_width=2)
+                ax.bar(x, 0.94, 0.94, y - 0.47, color=SERIES[0], ec=INK, lw=2, gid=words, zorder=2)
+            else:
+                ax.bar(x, 1, 1, y - 0.5, color=SERIES[chunk], alpha=0.28, ec=PANEL, gid=words)
+            colour, size = PANEL if picked else INK, 10 if row < 10 else 9
+            ax.text(x, y, f"{row}.{chunk}", ha="center", va="center", size=size, color=colour)
+    for slot in range(8):
+        ax.text(slot, -0.7, 4 * slot, ha="center", size=10, color=SOFT)
+    words = "a line" if rows == 1 else f"{rows} rows a line"
+    ax.text(-0.5, -1.95, name, weight="bold", size=14)
+    ax.text(-0.5, -1.35, f"{row_bytes}-byte rows, {words}", color=SOFT)
     passes = column_conflicts(mode, row_bytes, 0)
-    good = passes == 1
-    words = "1 pass: no conflict" if good else f"{passes} passes: {passes}-way bank conflict"
-    svg.text(left, top + 8 * _CELL + 26, words, size=14, bold=True, fill=ACCENT if good else WARN)
-    svg.text(left, top + 8 * _CELL + 44, "to read chunk 0 of rows 0-7", size=12, fill=SOFT)
+    words = "1 pass: no conflict" if passes == 1 else f"{passes} passes: {passes}-way bank conflict"
+    colour = GOOD if passes == 1 else BAD
+    ax.text(-0.5, 8.5, words, weight="bold", size=13, color=colour)
+    ax.text(-0.5, 9.2, "to read chunk 0 of rows 0-7", color=SOFT)
+    _plain(ax, (-0.5, 7.5), (9.3, -2.5))
 
 
-def schedule_figure() -> Svg:
+def _plain(ax: Any, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
+    """Square cells without axes; y grows downwards."""
+    ax.set(aspect="equal", xlim=xlim, ylim=ylim, xticks=(), yticks=())
+    ax.spines[:].set_visible(False)
+
+
+@style()
+def schedule_figure() -> Any:
     """Three orders over 32 x 32 tiles, coloured by wave, with the panels that wave 1 reads."""
-    orders: list[tuple[str, Order]] = [
-        ("Row by row", naive_order(_SIDE, _SIDE)),
-        ("Grouped, 8 rows at a time", grouped_order(_SIDE, _SIDE, 8)),
-        ("Hilbert curve", hilbert_order(_SIDE, _SIDE)),
-    ]
-    svg = Svg(1010, 478, "Three orders of output tiles")
-    for index, (name, order) in enumerate(orders):
-        _schedule_panel(svg, 30 + index * 332, name, order)
-    return svg
+    orders: dict[str, Order] = {
+        "Row by row": naive_order(_SIDE, _SIDE),
+        "Grouped, 8 rows at a time": grouped_order(_SIDE, _SIDE, 8),
+        "Hilbert curve": hilbert_order(_SIDE, _SIDE),
+    }
+    figure, axes = canvas(1010, 460, "012", "Three orders of output tiles")
+    for ax, (name, order) in zip(axes.values(), orders.items(), strict=True):
+        _schedule_panel(ax, name, order)
+    return figure
 
 
 def reuse(order: Order, k: int) -> L2Reuse:
@@ -93,44 +108,69 @@ def reuse(order: Order, k: int) -> L2Reuse:
     )
 
 
-def _schedule_panel(svg: Svg, left: float, name: str, order: Order) -> None:
-    cell, top = 9, 66
-    edge = _SIDE * cell
-    svg.text(left, 24, name, size=15, bold=True)
+def _schedule_panel(ax: Any, name: str, order: Order) -> None:
     wave_of = {tile: index // H200.num_sms for index, tile in enumerate(order)}
     for m in range(_SIDE):
-        for n, width in _runs([wave_of[m, n] for n in range(_SIDE)]):
-            wave = wave_of[m, n]
-            colour, strong = SERIES[wave % len(SERIES)], 0.85 if wave == 0 else 0.32
-            svg.rect(left + n * cell, top + m * cell, width * cell, cell, colour, opacity=strong)
-    path = [(left + (n + 0.5) * cell, top + (m + 0.5) * cell) for m, n in order]
-    svg.line(path, INK, width=0.8, opacity=0.7)
-    svg.circle(*path[0], 3.5, INK)
-    svg.rect(left, top, edge, edge, "none", stroke=LINE)
+        start = 0
+        for wave, run in groupby(wave_of[m, n] for n in range(_SIDE)):
+            width, alpha = len(list(run)), 0.85 if wave == 0 else 0.32
+            ax.barh(m, width, 1, start - 0.5, color=SERIES[wave % 8], alpha=alpha, lw=0)
+            start += width
+    ax.plot([n for _, n in order], [m for m, _ in order], color=INK, lw=0.8, alpha=0.7)
+    ax.plot(order[0][1], order[0][0], "o", color=INK, ms=6)
     first = order[: H200.num_sms]
-    for m in {m for m, _ in first}:
-        svg.rect(left - 12, top + m * cell, 8, cell - 1, SERIES[0], tip=f"A panel {m}")
-    for n in {n for _, n in first}:
-        svg.rect(left + n * cell, top - 12, cell - 1, 8, SERIES[0], tip=f"B panel {n}")
-    svg.text(left - 8, top + edge + 16, "A", size=11, anchor="middle", fill=SOFT)
-    svg.text(left + edge, top - 18, "B", size=11, anchor="end", fill=SOFT)
+    rows, columns = {m for m, _ in first}, {n for _, n in first}
+    ax.barh(list(rows), 0.9, 0.9, -1.9, color=SERIES[0])
+    ax.bar(list(columns), 0.9, 0.9, -1.9, color=SERIES[0])
+    ax.text(-1.4, _SIDE + 0.5, "A", ha="center", color=SOFT)
+    ax.text(_SIDE, -1.2, "B", color=SOFT)
     found = reuse(order, 8192)
-    svg.text(left, top + edge + 36, f"wave 1 reads {_panels(first)} panels", size=14, bold=True)
-    for index, words in enumerate(
-        (
-            f"DRAM: {found.dram_bytes / 1e9:.2f} GB (at least {found.compulsory_bytes / 1e9:.2f})",
-            f"L2 serves {found.hit_rate:.0%} of the {found.requested_bytes / 1e9:.1f} GB asked for",
-        )
-    ):
-        svg.text(left, top + edge + 57 + 19 * index, words, size=13, fill=SOFT)
+    panels = f"{len(rows)} + {len(columns)} = {len(rows) + len(columns)}"
+    ax.text(-0.5, _SIDE + 3, f"wave 1 reads {panels} panels", size=14, weight="bold")
+    words = (
+        f"DRAM: {found.dram_bytes / 1e9:.2f} GB (at least {found.compulsory_bytes / 1e9:.2f})\n"
+        f"L2 serves {found.hit_rate:.0%} of the {found.requested_bytes / 1e9:.1f} GB asked for"
+    )
+    ax.text(-0.5, _SIDE + 4, words, size=13, color=SOFT, va="top")
+    ax.set_title(name)
+    _plain(ax, (-2, _SIDE + 1), (_SIDE + 7, -2))
 
 
-def _panels(tiles: Order) -> str:
-    rows, columns = len({m for m, _ in tiles}), len({n for _, n in tiles})
-    return f"{rows} + {columns} = {rows + columns}"
+@style()
+def ring_figure() -> Any:
+    """The same loads and the same math with 1, 2 and 4 stages."""
+    rows = {stages: stages + 1 for stages in (1, 2, 4)}
+    height = sum(26 * count + 40 for count in rows.values()) + 40
+    title = "A ring of 1, 2 and 4 stages"
+    figure, axes = canvas(1000, height, "1;2;4", title, height_ratios=list(rows.values()))
+    for stages, ax in zip(rows, axes.values(), strict=True):
+        _ring_panel(ax, stages)
+    ax.set_xlabel("time", loc="right")
+    words = "TMA fills the stage (producer waits for empty); number: parity of the full barrier"
+    ax.barh(0, 0, color=SERIES[0], alpha=0.75, label=words)
+    ax.barh(0, 0, color=SERIES[2], label="wgmma reads it (consumer waits for full)")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
 
 
-def _runs(values: list[int]) -> list[tuple[int, int]]:
-    """Start and length of each run of equal values."""
-    starts = [i for i, v in enumerate(values) if i == 0 or values[i - 1] != v]
-    return [(a, b - a) for a, b in zip(starts, [*starts[1:], len(values)], strict=True)]
+def _ring_panel(ax: Any, stages: int) -> None:
+    busy = min(1.0, stages * _MATH / (_LOAD + _MATH))
+    plural = "stage" if stages == 1 else "stages"
+    ax.set_title(f"{stages} {plural}: tensor cores busy {busy:.0%} of the time")
+    for span in ring_timeline(stages, _TICKS, load_ticks=_LOAD, math_ticks=_MATH):
+        land, end = min(span.land, _TICKS), min(span.end, _TICKS)
+        if span.issue < _TICKS:
+            row, middle = span.at.stage, (span.issue + land) / 2
+            ax.barh(row, land - span.issue, 0.75, span.issue, color=SERIES[0], alpha=0.75, ec=PANEL)
+            ax.text(
+                middle, row, span.at.full_parity, size=11, ha="center", va="center", color=PANEL
+            )
+        if span.start < _TICKS:
+            for row in (span.at.stage, stages):
+                ax.barh(row, end - span.start, 0.75, span.start, color=SERIES[2], ec=PANEL)
+    names = [*(f"stage {row}" for row in range(stages)), "tensor cores"]
+    ax.set(xlim=(0, _TICKS), ylim=(stages + 0.5, -0.5), xticks=(), yticks=range(stages + 1))
+    ax.set_yticklabels(names)
+    ax.spines["left"].set_visible(True)
+    ax.spines["bottom"].set_visible(False)
+    ax.grid(False)

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import KernelError
 from octavo.inspect.device_view import device_of, device_text
 from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.roofline import Device, tile_intensity
 
-CUBLAS = "cublas"
+_POSITIVE = ("median_us", "low_us", "high_us", "tflops", "vs_cublas")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel at one size in one mode. Times in microseconds."""
+    """One kernel in a group. Times in microseconds."""
 
     rung: str
-    dtype: str
-    m: int
-    n: int
-    k: int
-    mode: str
+    ok: bool
     median_us: float
     low_us: float
     high_us: float
     tflops: float
     vs_cublas: float
-    ok: bool
 
+    @property
+    def known(self) -> Rung | None:
+        return known_rung(self.rung)
+
+    @property
     def spread_tflops(self) -> tuple[float, float]:
-        flops = 2.0 * self.m * self.n * self.k
-        return flops / self.high_us / 1e6, flops / self.low_us / 1e6
+        """The speeds of the slowest and of the fastest sample."""
+        work = self.tflops * self.median_us
+        return work / self.high_us, work / self.low_us
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ class Group:
     dtype: str
     size: tuple[int, int, int]
     mode: str
-    rows: tuple[Row, ...]
-    clocks: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    clocks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def cublas(self) -> Row | None:
-        return next((r for r in self.rows if r.rung == CUBLAS), None)
+        return next((r for r in self.rows if r.rung == "cublas"), None)
 
     @property
     def rungs(self) -> list[Row]:
-        return sorted((r for r in self.rows if r.rung != CUBLAS), key=lambda r: r.rung)
+        return sorted((r for r in self.rows if r.rung != "cublas"), key=lambda r: r.rung)
 
     @property
     def best(self) -> Row | None:
@@ -80,76 +82,61 @@ class LadderRun:
     @property
     def device(self) -> Device:
         """The data sheet of the GPU that was measured; H200 for one we do not know."""
-        return device_of(str(self.environment.get("gpu", "")))
+        return device_of(self.environment)
+
+    @property
+    def wrong(self) -> list[str]:
+        """Rungs that failed their check."""
+        return sorted({r.rung for g in self.groups for r in g.rungs if not r.ok})
 
 
 def load_run(path: Path) -> LadderRun:
     """Read and check a results file. Raises KernelError when it is not one, with the reason."""
-    document = _read(path)
-    try:
-        return parse_run(document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise KernelError(f"{path} is not the result of `octavo kernels bench`: {error}") from error
+    return _load(path, "bench", parse_run)
 
 
 def load_device(path: Path) -> Mapping[str, Any]:
     """Read a device measurement. Raises KernelError when it is not one."""
-    document: Mapping[str, Any] = _read(path)
-    try:
+
+    def check(document: Mapping[str, Any]) -> Mapping[str, Any]:
         device_text(document)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise KernelError(
-            f"{path} is not the result of `octavo kernels device`: {error}"
-        ) from error
-    return document
+        return document
+
+    return _load(path, "device", check)
 
 
-def _read(path: Path) -> Any:
+def _load(path: Path, action: str, parse: Callable[[Any], T]) -> T:
     try:
-        return json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except OSError as error:
         raise KernelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise KernelError(f"{path} is not JSON: {error}") from error
+    try:
+        return parse(document)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise KernelError(
+            f"{path} is not the result of `octavo kernels {action}`: {error}"
+        ) from error
 
 
 def parse_run(document: Mapping[str, Any]) -> LadderRun:
     """Raises KeyError, TypeError or ValueError for a document of another form or with a NaN."""
-    groups: dict[tuple[str, tuple[int, int, int], str], list[Row]] = {}
-    clocks: dict[tuple[str, tuple[int, int, int], str], Mapping[str, Any]] = {}
+    groups: dict[tuple[Any, ...], Group] = {}
     for entry in document["results"]:
-        row = _row(entry)
-        key = row.dtype, (row.m, row.n, row.k), row.mode
-        groups.setdefault(key, []).append(row)
-        if entry.get("clocks"):
-            clocks[key] = entry["clocks"]
+        size = int(entry["m"]), int(entry["n"]), int(entry["k"])
+        dtype, mode = str(entry["dtype"]), str(entry["mode"])
+        group = groups.setdefault((dtype, size, mode), Group(dtype, size, mode))
+        numbers = {key: float(entry[key]) for key in _POSITIVE}
+        for key, value in numbers.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{entry['rung']} has {key} = {value}")
+        group.rows.append(Row(str(entry["rung"]), bool(entry["ok"]), **numbers))
+        group.clocks.update(entry.get("clocks") or {})
     if not groups:
         raise ValueError("it has no results")
-    made = tuple(Group(*key, tuple(rows), clocks.get(key, {})) for key, rows in groups.items())
-    return LadderRun(document.get("environment", {}), made, tuple(document.get("ilp", ())))
-
-
-def _row(entry: Mapping[str, Any]) -> Row:
-    def positive(key: str) -> float:
-        value = float(entry[key])
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{entry['rung']} has {key} = {value}")
-        return value
-
-    return Row(
-        rung=str(entry["rung"]),
-        dtype=str(entry["dtype"]),
-        m=int(entry["m"]),
-        n=int(entry["n"]),
-        k=int(entry["k"]),
-        mode=str(entry["mode"]),
-        median_us=positive("median_us"),
-        low_us=positive("low_us"),
-        high_us=positive("high_us"),
-        tflops=positive("tflops"),
-        vs_cublas=positive("vs_cublas"),
-        ok=bool(entry["ok"]),
-    )
+    ilp = tuple(document.get("ilp", ()))
+    return LadderRun(document.get("environment", {}), tuple(groups.values()), ilp)
 
 
 def known_rung(name: str) -> Rung | None:

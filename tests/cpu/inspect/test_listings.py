@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from octavo.errors import KernelError
-from octavo.inspect.flow import edges, innermost, loops, reachable, redundant_zeros
+from octavo.inspect.flow import edges, loops, reachable, redundant_zeros
+from octavo.inspect.listing import Location
 from octavo.inspect.ptx import parse_ptx
-from octavo.inspect.sass import Location, SassKernel, disassemble, find_tool, parse_sass
+from octavo.inspect.sass import SassKernel, disassemble, find_tool, parse_sass
 from tests.cpu.inspect.listings import LOOP_SASS, sass_text
 
 
@@ -18,10 +19,10 @@ def kernel(body: str) -> SassKernel:
 def test_an_instruction_is_split_into_guard_opcode_operands_and_target() -> None:
     found = kernel("@!P0 BRA `(.L_x_1)\nUTMALDG.2D.MULTICAST [UR8], [UR6], UR4\n.L_x_1:\nEXIT")
     branch, load, leave = found.instructions
-    assert (branch.guard, branch.opcode, branch.target) == ("!P0", "BRA", ".L_x_1")
+    assert (branch.guard, branch.opcode, branch.target) == ("!P0", "BRA", 2)
     assert (load.root, load.opcode) == ("UTMALDG", "UTMALDG.2D.MULTICAST")
     assert load.operands == "[UR8], [UR6], UR4"
-    assert (leave.offset, found.index_of(".L_x_1")) == (32, 2)
+    assert (leave.at, found.labels) == (32, {".L_x_1": 2})
     assert branch.text == "@!P0 BRA `(.L_x_1)"
 
 
@@ -43,19 +44,23 @@ def test_inlined_lines_keep_their_callers_innermost_first() -> None:
         ]
     )
     add, leave = parse_sass(text)["k"].instructions
-    assert add.locations() == (
+    assert add.locations == (
         Location("/octavo/x.cuh", 2),
         Location("/octavo/x.cuh", 5),
         Location("/octavo/k.cu", 9),
     )
-    assert leave.locations() == (Location("/octavo/k.cu", 10),)
+    assert leave.locations == (Location("/octavo/k.cu", 10),)
 
 
-def test_ptx_lines_are_taken_from_the_second_listing() -> None:
-    with_ptx = sass_text("#.nv_debug_ptx_txt 31\nFADD R1, R2, R3\n#.nv_debug_ptx_txt 40\nEXIT")
-    found = parse_sass(sass_text("#/octavo/k.cu 3\nFADD R1, R2, R3\nEXIT"), with_ptx)["k"]
-    assert [i.ptx_line for i in found.instructions] == [31, 40]
-    assert found.instructions[0].where == Location("/octavo/k.cu", 3)
+def test_ptx_lines_stand_beside_source_lines() -> None:
+    text = sass_text(
+        "#/octavo/k.cu 3\n#.nv_debug_ptx_txt 31\nFADD R1, R2, R3\n#.nv_debug_ptx_txt 40\nEXIT"
+    )
+    found = parse_sass(text)["k"].instructions
+    assert [(i.ptx_line, i.locations) for i in found] == [
+        (31, (Location("/octavo/k.cu", 3),)),
+        (40, (Location("/octavo/k.cu", 3),)),
+    ]
 
 
 def test_loops_and_the_self_branch() -> None:
@@ -63,8 +68,6 @@ def test_loops_and_the_self_branch() -> None:
     first, second = loops(found)
     assert (first.first, first.last) == (2, 12)
     assert (second.first, second.last) == (13, 17)
-    assert innermost([first, second], 5) == first
-    assert innermost([first, second], 18) is None
     last = found.instructions[-2]
     assert last.opcode == "BRA"
     assert len(found.instructions) - 2 not in reachable(edges(found))
@@ -165,18 +168,27 @@ DONE:
 """
 
 
-def test_ptx_lines_labels_and_callers() -> None:
+def test_ptx_lines_and_callers() -> None:
     found = parse_ptx(PTX)["k"]
-    load, fma = found.instructions[:2]
-    assert (load.line, load.root, load.where) == (9, "ld", Location("/octavo/k.cu", 3))
-    assert fma.locations() == (Location("/octavo/x.cuh", 7), Location("/octavo/k.cu", 4))
-    assert found.instructions[-1].opcode == "ret"
+    load, fma = found[:2]
+    assert (load.at, load.root, load.locations) == (9, "ld", (Location("/octavo/k.cu", 3),))
+    assert fma.locations == (Location("/octavo/x.cuh", 7), Location("/octavo/k.cu", 4))
+    assert (fma.opcode, fma.names[0], fma.guard) == ("fma.rn.f32", "%f1", "")
 
 
-def test_labels_of_repeated_inline_assembly_stay_apart() -> None:
+def test_ptx_of_inline_assembly_is_read_to_the_end_of_the_kernel() -> None:
     found = parse_ptx(PTX)["k"]
-    spans = [(x.first, x.last, x.depth) for x in loops(found)]
-    assert spans == [(1, 5, 0), (2, 4, 1), (6, 7, 0)]
+    wait, done = found[2:4]
+    assert (wait.at, wait.opcode) == (16, "mbarrier.try_wait.parity.shared::cta.b64")
+    assert (done.guard, done.text) == ("p", "@p bra DONE")
+    assert found[-1].opcode == "ret"
+    one_line = (
+        ".entry k(\n)\n{\n{ .reg .pred P1; WAIT: mov.b32 {%r1, %r2}, %rd1; @P1 bra WAIT; }\n}"
+    )
+    assert [step.text for step in parse_ptx(one_line)["k"]] == [
+        "mov.b32 {%r1, %r2}, %rd1",
+        "@P1 bra WAIT",
+    ]
 
 
 def test_a_broken_cubin_and_a_missing_tool_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

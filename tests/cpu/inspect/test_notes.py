@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.asm import Assembly, Note, assemble, from_listings
 from octavo.inspect.asm_text import render_text, short_operands
-from octavo.inspect.notes import notes
+from octavo.inspect.notes import access_bytes, notes
 from octavo.inspect.notes_loops import most_in_flight, tensor_clocks
-from octavo.inspect.notes_machine import access_bytes
 from octavo.inspect.sass import parse_sass
 from octavo.inspect.source_loops import source_loops, unrolling
 from octavo.kernels.matmul.registry import rung
 from tests.cpu.inspect.listings import LOOP_SASS, LOOP_SOURCE, PLAIN, listing
 
 
-def facts(remarks: list[Note], kind: str) -> list[Mapping[str, Any]]:
-    return [n.facts for n in remarks if n.kind == kind]
+def texts(remarks: list[Note], kind: str) -> list[str]:
+    return [n.text for n in remarks if n.kind == kind]
 
 
 @cache
@@ -34,15 +31,38 @@ def built(name: str) -> tuple[Assembly, list[Note]]:
 
 def test_a_loop_unrolled_by_four_with_a_tail() -> None:
     remarks = notes(listing(LOOP_SASS, LOOP_SOURCE))
-    assert facts(remarks, "Unrolling") == [{"line": 1, "ptx": None, "sass": 4}]
-    assert facts(remarks, "Tail loops") == [{"line": 1, "main": 4, "tails": [1]}]
-    (hoisted,) = facts(remarks, "Loads hoisted")
-    assert hoisted == {"early": 4, "loads": 4, "early_ptx": 0, "in_flight": 4}
-    assert facts(remarks, "Not vectorised") == [{"loads": 4}]
-    assert facts(remarks, "Redundant zero-init") == [{"count": 1}]
-    assert facts(remarks, "Trailing self-branch") == [{"count": 1, "nops": 1}]
-    assert facts(remarks, "Arithmetic") == [{"FFMA": 5, "in_loops": 5}]
-    assert {"opcode": "LDG", "bytes4": 5} in facts(remarks, "Memory width")
+    (unrolled,) = [n for n in remarks if n.kind == "Unrolling"]
+    assert "(line 1) is unrolled x4 in SASS. One trip of the main loop does 4 FFMA" in unrolled.text
+    assert (unrolled.lines, unrolled.offsets) == ((1,), (2 * 16, 12 * 16))
+    (tail,) = texts(remarks, "Tail loops")
+    assert "main loop of 4 iterations a trip there are a loop of 1 (at 0x00d0)" in tail
+    (hoisted,) = texts(remarks, "Loads hoisted")
+    assert "4 of the 4 loads of one trip are issued before its first FFMA (in PTX 0)" in hoisted
+    assert "up to 4 are in flight" in hoisted
+    assert texts(remarks, "Not vectorised")[0].startswith("4 loads of one thread")
+    assert texts(remarks, "Redundant zero-init")[0].startswith(
+        "1 redundant zero-initialisation (R5)"
+    )
+    assert "1 NOPs after it" in texts(remarks, "Trailing self-branch")[0]
+    assert "5 FFMA (fp32 multiply-add), 5 of them inside loops" in texts(remarks, "Arithmetic")[0]
+    assert "5 loads from global memory (LDG): 5 of 4 bytes" in texts(remarks, "Memory width")[0]
+
+
+def test_copies_in_ptx_tell_who_unrolled() -> None:
+    """Four FFMA a trip that were made of two PTX lines: the front end made two, ptxas four."""
+    ptx = """.entry k(
+)
+{
+fma.rn.f32 %f1, %f2, %f3, %f1;
+fma.rn.f32 %f1, %f2, %f3, %f1;
+ret;
+}"""
+    body = LOOP_SASS
+    for number in (4, 5, 4, 5):
+        old = next(line for line in body.splitlines() if line.startswith("FFMA R5, R"))
+        body = body.replace(old, f"#.nv_debug_ptx_txt {number}\nFFMA  R5, {old[9:]}", 1)
+    (said,) = texts(notes(listing(body, LOOP_SOURCE, ptx)), "Unrolling")
+    assert "x2 in PTX by the front end and x4 in SASS: ptxas unrolled once more" in said
 
 
 def test_a_register_that_is_reused_in_the_body_is_no_counter() -> None:
@@ -62,13 +82,9 @@ def test_a_register_that_is_reused_in_the_body_is_no_counter() -> None:
         @!P0 BRA `(.L_x_1)
         EXIT
     """
-    assert facts(notes(listing(body, LOOP_SOURCE)), "Unrolling") == [
-        {"line": 1, "ptx": None, "sass": None}
-    ]
+    assert "no sign of unrolling" in texts(notes(listing(body, LOOP_SOURCE)), "Unrolling")[0]
     direct = body.replace("MOV R4, R0", "NOP").replace("PT, R4, R9", "PT, R0, R9")
-    assert facts(notes(listing(direct, LOOP_SOURCE)), "Unrolling") == [
-        {"line": 1, "ptx": None, "sass": 1}
-    ]
+    assert "unrolled x1 in SASS" in texts(notes(listing(direct, LOOP_SOURCE)), "Unrolling")[0]
 
 
 def test_work_in_a_lambda_belongs_to_the_loop_that_calls_it() -> None:
@@ -96,15 +112,15 @@ for (int tile = 0; tile < tiles; ++tile) {
 """
     assembly = from_listings(source, "", parse_sass(text)["k"], PLAIN)
     written = source_loops(assembly)
-    found = {x.line: unrolling(assembly, x, written, "sass").counted for x in written}
+    found = {x.line: unrolling(assembly, x, written).counted for x in written}
     assert found == {1: "", 3: "FFMA"}
 
 
 def test_a_loop_without_a_branch_left_is_gone() -> None:
     body = "#/octavo/k.cu 2\nFFMA R5, R8, R6, R5\nFFMA R5, R9, R6, R5\nEXIT"
     remarks = notes(listing(body, LOOP_SOURCE))
-    assert facts(remarks, "Loops gone") == [{"lines": (1,), "by": "the front end"}]
-    assert not facts(remarks, "Unrolling")
+    assert "constant: line 1." in texts(remarks, "Loops gone")[0]
+    assert not texts(remarks, "Unrolling")
 
 
 def test_spills_tma_fences_and_registers_are_named() -> None:
@@ -127,17 +143,20 @@ def test_spills_tma_fences_and_registers_are_named() -> None:
             """
         )
     )
-    registers = facts(remarks, "Registers")
-    assert registers[0]["local"] == 2
-    assert "SPILLS" in remarks[0].text
-    assert registers[1] == {"to": 40}
-    tensor = facts(remarks, "Tensor core")
-    assert (tensor[0]["m"], tensor[0]["n"], tensor[0]["k"]) == (64, 256, 16)
-    assert (tensor[0]["count"], tensor[0]["clears"]) == (1, 1)
-    assert tensor[1] == {"waits": 1, "left": 1}
-    assert facts(remarks, "TMA") == [{"loads": 1, "multicast": 1}, {"stores": 1, "fences": 1}]
-    assert facts(remarks, "Dear fence") == [{"in_loops": 1}]
-    assert facts(remarks, "Dead code") == [{"count": 1}]
+    first, second = texts(remarks, "Registers")
+    assert "SPILLS" in first
+    assert "2 local-memory instructions" in first
+    assert "gives registers back, down to 40 a thread" in second
+    shape, wait = texts(remarks, "Tensor core")
+    assert "64x16 tile by a 16x256 tile, both in shared memory, into 128 fp32" in shape
+    assert "In 1 the result replaces" in shape
+    assert "1 wait for wgmma (WARPGROUP.DEPBAR) until all but 1 group is done" in wait
+    load, store = texts(remarks, "TMA")
+    assert "1 TMA load (UTMALDG)" in load
+    assert "1 are MULTICAST" in load
+    assert store == "1 TMA store (UTMASTG); 1 proxy fence in all."
+    assert texts(remarks, "Dear fence")[0].startswith("1 GPU-wide memory fence")
+    assert texts(remarks, "Dead code") == ["1 instruction that control can never reach."]
 
 
 def test_tensor_core_time_by_hand() -> None:
@@ -161,22 +180,22 @@ def test_the_careful_readers_findings_on_the_naive_kernel() -> None:
     assembly, remarks = built("02_naive")
     source = assembly.files[assembly.main]
     (line,) = [n for n, text in source.items() if "for (int k" in text]
-    assert facts(remarks, "Unrolling") == [{"line": line, "ptx": 4, "sass": 16}]
-    assert facts(remarks, "Tail loops") == [{"line": line, "main": 16, "tails": [8, 4, 1]}]
-    (hoisted,) = facts(remarks, "Loads hoisted")
-    assert hoisted["loads"] == 32
-    assert hoisted["early_ptx"] == 2
-    assert hoisted["early"] >= 8
-    assert hoisted["in_flight"] >= 8
-    assert facts(remarks, "Arithmetic") == [{"FFMA": 16 + 8 + 4 + 1, "in_loops": 21}]
-    assert {"opcode": "LDG", "bytes4": 2 * 29} in facts(remarks, "Memory width")
-    assert facts(remarks, "Not vectorised") == [{"loads": 16}]
-    (zeros,) = facts(remarks, "Redundant zero-init")
-    assert zeros["count"] >= 1
-    assert facts(remarks, "Predicates")[0] == {"exits": 1}
-    assert facts(remarks, "Trailing self-branch")[0]["count"] == 1
-    registers = facts(remarks, "Registers")[0]
-    assert (registers["spills"], registers["local"], registers["stack"]) == (0, 0, 0)
+    (unrolled,) = texts(remarks, "Unrolling")
+    assert f"(line {line}) is unrolled x4 in PTX by the front end and x16 in SASS" in unrolled
+    (tail,) = texts(remarks, "Tail loops")
+    assert re.search(r"main loop of 16 .* of 8 \(at .* of 4 \(at .* of 1 \(at", tail)
+    (hoisted,) = texts(remarks, "Loads hoisted")
+    found = re.search(r"(\d+) of the 32 loads .* \(in PTX 2\), and up to (\d+) are in", hoisted)
+    assert found is not None
+    assert min(map(int, found.groups())) >= 8
+    assert f"{16 + 8 + 4 + 1} FFMA" in texts(remarks, "Arithmetic")[0]
+    assert "21 of them inside loops" in texts(remarks, "Arithmetic")[0]
+    assert f"(LDG): {2 * 29} of 4 bytes a thread. None uses" in texts(remarks, "Memory width")[0]
+    assert texts(remarks, "Not vectorised")[0].startswith("16 loads")
+    assert re.match(r"[1-9]\d* redundant", texts(remarks, "Redundant zero-init")[0])
+    assert texts(remarks, "Predicates")[0].startswith("`@P0 EXIT` at")
+    assert "branches to itself" in texts(remarks, "Trailing self-branch")[0]
+    assert "no spills, no stack, no local memory" in texts(remarks, "Registers")[0]
 
 
 def test_source_ptx_and_sass_of_the_naive_kernel_are_aligned() -> None:
@@ -196,21 +215,22 @@ def test_shared_memory_tiles_unroll_their_inner_loop_away() -> None:
     assembly, remarks = built("03_smem_tiles")
     source = assembly.files[assembly.main]
     inner = [n for n, text in source.items() if "for (int step" in text]
-    (gone,) = facts(remarks, "Loops gone")
-    assert set(inner) <= set(gone["lines"])
-    assert any(f["opcode"] == "LDS" for f in facts(remarks, "Memory width") if "opcode" in f)
-    assert facts(remarks, "Barriers")[0]["BAR"] >= 2
+    (gone,) = [n for n in remarks if n.kind == "Loops gone"]
+    assert set(inner) <= set(gone.lines)
+    assert any("from shared memory (LDS)" in text for text in texts(remarks, "Memory width"))
+    assert re.search(r"[2-9] CTA barriers", texts(remarks, "Barriers")[0])
 
 
 def test_the_first_tensor_core_rung() -> None:
     assembly, remarks = built("09_tma_wgmma")
-    (shape,) = [f for f in facts(remarks, "Tensor core") if "opcode" in f]
-    assert (shape["m"], shape["n"], shape["k"]) == (64, 64, 16)
-    assert shape["count"] % 4 == 0  # BLOCK_K of 64 is four steps of 16
-    assert facts(remarks, "TMA")[0] == {"loads": 2, "multicast": 0}
+    shape = re.match(r"(\d+) HGMMA\.64x64x16\.", texts(remarks, "Tensor core")[0])
+    assert shape is not None
+    assert int(shape[1]) % 4 == 0  # BLOCK_K of 64 is four steps of 16
+    assert texts(remarks, "TMA")[0].startswith("2 TMA loads")
+    assert "is not unrolled: one trip is one iteration" in texts(remarks, "Unrolling")[0]
     loops = source_loops(assembly)
     outer = next(x for x in loops if "BLOCK_K" in x.text and x.file == assembly.main)
-    assert unrolling(assembly, outer, loops, "sass").counted == "HGMMA"
+    assert unrolling(assembly, outer, loops).counted == "HGMMA"
 
 
 def test_text_shows_every_source_line_that_made_code_and_folds_the_rest() -> None:
@@ -219,11 +239,11 @@ def test_text_shows_every_source_line_that_made_code_and_folds_the_rest() -> Non
     assert "Unrolling" in text
     assert "... and" in text
     assert max(map(len, text.splitlines())) <= 132
-    for number in {n for s in assembly.ptx.instructions if (n := assembly.home_line(s))}:
+    for number in {n for s in assembly.ptx if (n := assembly.home_line(s))}:
         assert re.search(rf"^ *{number} \| ", text, re.MULTILINE)
     whole = render_text(assembly, remarks, most=0)
     shown = set(re.findall(r"\s([0-9a-f]{4,})  (?:@!?U?P\w+ )?[A-Z]", whole))
-    assert {f"{s.offset:04x}" for s in assembly.sass.instructions} <= shown
+    assert {f"{s.at:04x}" for s in assembly.sass.instructions} <= shown
 
 
 def test_register_lists_of_wgmma_are_shortened() -> None:
@@ -243,7 +263,7 @@ def test_serialized_wgmma_is_said_first() -> None:
     assembly = listing("EXIT")
     assembly.log = log
     first, second = notes(assembly)[:2]
-    assert first.facts == {"code": "7511", "count": 1}
+    assert first.text.startswith("ptxas said C7511 once")
     assert "SERIALIZED" in first.text
-    assert second.facts == {"code": "7519", "count": 2}
-    assert not facts(notes(listing("EXIT")), "Compiler warning")
+    assert second.text.startswith("ptxas said C7519 2 times")
+    assert not texts(notes(listing("EXIT")), "Compiler warning")

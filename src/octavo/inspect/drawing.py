@@ -1,0 +1,95 @@
+"""Owns drawing: matplotlib figures, written as SVG that follows the page's light or dark theme.
+
+Colours are those of page.css by their light values; inside a page they become its CSS variables
+again. An artist whose gid is `tip(words)` shows the words when the pointer rests on it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import KernelError
+
+_LIGHT = (Path(__file__).parent / "page.css").read_text().split("@media")[0]
+PALETTE = dict(re.findall(r"--([\w-]+): (#\w+)", _LIGHT))
+INK, SOFT, LINE, PANEL = (PALETTE[name] for name in ("ink", "soft", "line", "panel"))
+GOOD, BAD = PALETTE["accent"], PALETTE["warn"]
+SERIES = [PALETTE[f"c{number}"] for number in range(8)]
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans", "system-ui"],
+    "font.size": 12,
+    "legend.fontsize": 12,
+    "legend.frameon": False,
+    "text.color": INK,
+    "lines.markeredgecolor": PANEL,
+    "grid.color": PALETTE["grid"],
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.prop_cycle": f"cycler(color={SERIES})",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 14,
+    "axes.titlepad": 12,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), PANEL),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LINE),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), SOFT),
+    **dict.fromkeys((f"axes.spines.{side}" for side in ("top", "left", "right")), False),
+    "ytick.left": False,
+}
+
+
+@contextmanager
+def style(**more: str) -> Iterator[None]:
+    """Our look, for code that draws. Also a decorator. Raises KernelError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise KernelError("pictures need matplotlib: install octavo[kernels]") from error
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE, **more}):
+        yield
+
+
+def canvas(
+    width: float, height: float, mosaic: str, title: str, **layout: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A figure of `width` x `height` points and its axes by the letters of a matplotlib mosaic.
+
+    `title` is the picture's text for those who do not see it.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure((width / 72, height / 72), layout="constrained", label=title)
+    return figure, figure.subplot_mosaic(mosaic, **layout)
+
+
+def tip(words: str) -> str:
+    return f"tip:{words}"
+
+
+def svg(figure: Any, *, themed: bool = False) -> str:
+    """The picture as SVG text: for a page that has page.css if `themed`, else for a file."""
+    buffer = io.StringIO()
+    title = figure.get_label()
+    with style(**{"svg.hashsalt": title}):  # names in it are unique on a page, and repeatable
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace("xlink:href", "href").replace('pt"', '"', 2)
+    drop = r'\s*<metadata>.*?</metadata>|<style.*?</style>| xmlns:xlink="[^"]*"| version="[^"]*"'
+    text = re.sub(drop, "", text, flags=re.DOTALL)
+    group = r'<g id="(tip:)?([^"]*)"'
+    text = re.sub(group, lambda m: f"<g><title>{m[2]}</title" if m[1] else "<g", text)
+    text = text.replace(">", f' role="img">\n<title>{escape(title)}</title>', 1)
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
+    if themed:
+        for name, colour in PALETTE.items():
+            text = text.replace(colour, f"var(--{name})")
+    return text
