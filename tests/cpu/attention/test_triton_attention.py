@@ -194,13 +194,14 @@ def test_splits_apart_and_in_turn_have_equal_bits() -> None:
     common = fixture.common({0: 1})
     query = fixture.query({0: 1})
     plan = fixture.backend.build_metadata(common)
-    assert plan.plan[2 * 8] == 0
+    first_partial = 2 * fixture.backend.shape.capacity
+    assert plan.plan[first_partial] == 0
     apart = fixture.backend.attend(query, fixture.cache, plan, fixture.scale)
     # No room for partial results.
     attention_plan.plan_attention(
         common.query_start_loc, common.seq_lens, plan.plan, 4, 0, fixture.backend.shape
     )
-    assert plan.plan[2 * 8] == -1
+    assert plan.plan[first_partial] == -1
     in_turn = fixture.backend.attend(query, fixture.cache, plan, fixture.scale)
     assert_same_bits(in_turn, apart)
     assert_close(apart[0].double(), fixture.expected(0)[699], TOLERANCE)
@@ -244,8 +245,8 @@ def test_bad_shapes_are_refused() -> None:
     with pytest.raises(KernelError):
         fixture.backend.attend(fixture.query({0: 4}), fixture.cache.transpose(2, 3), metadata, 1.0)
     many = CommonAttentionMetadata(
-        torch.zeros(10, dtype=torch.int32),
-        torch.zeros(9, dtype=torch.int32),
+        torch.zeros(18, dtype=torch.int32),
+        torch.zeros(17, dtype=torch.int32),
         *(common.block_tables, common.slot_mapping, common.positions),
     )
     with pytest.raises(KernelError):

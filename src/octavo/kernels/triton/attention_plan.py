@@ -9,7 +9,7 @@ a captured graph serves any mix of lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +30,10 @@ _TILES = tl.constexpr(SMALL_TILES)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the attention kernels are compiled for: the layer, the cache, and the most requests."""
+    """What the attention kernels are compiled for: the layer, the cache, and the most requests.
+
+    What follows from these is stored, too: Triton's cache of binaries knows a shape by its text.
+    """
 
     num_kv_heads: int
     group: int
@@ -41,26 +44,27 @@ class AttentionShape:
     """Keys that a token sees, itself included; 0: all."""
     capacity: int
     """Requests that a plan has room for, a power of two."""
+    block_dim: int = field(init=False)
+    """Columns of a tile: head_dim or the next power of two."""
+    block_token: int = field(init=False)
+    """Values of a token in the query, or the next power of two."""
+    block_shift: int = field(init=False)
+    """Of a position, to its block."""
+    large_rows: int = field(init=False)
+    """Rows of a large item: what leaves an accumulator in registers, twice."""
 
-    @property
-    def block_dim(self) -> int:
-        """Columns of a tile: head_dim or the next power of two."""
-        return 1 << (self.head_dim - 1).bit_length()
+    def __post_init__(self) -> None:
+        block_dim = _power_of_two(self.head_dim)
+        block_token = _power_of_two(self.num_kv_heads * self.group * self.head_dim)
+        object.__setattr__(self, "block_dim", block_dim)
+        object.__setattr__(self, "block_token", block_token)
+        object.__setattr__(self, "block_shift", self.block_size.bit_length() - 1)
+        object.__setattr__(self, "large_rows", 128 if block_dim <= 128 else 64)
 
-    @property
-    def block_shift(self) -> int:
-        """Of a position, to its block."""
-        return self.block_size.bit_length() - 1
 
-    @property
-    def block_token(self) -> int:
-        """Values of a token in the query, or the next power of two."""
-        return 1 << (self.num_kv_heads * self.group * self.head_dim - 1).bit_length()
-
-    @property
-    def large_rows(self) -> int:
-        """Rows of a large item: what leaves an accumulator in registers, twice."""
-        return 128 if self.block_dim <= 128 else 64
+def _power_of_two(number: int) -> int:
+    """The next one from `number` on."""
+    return 1 << (number - 1).bit_length()
 
 
 # Specialised values would make other machine code for 1 request and for 16.
@@ -101,8 +105,8 @@ def _plan(
 
 
 def plan_capacity(max_num_seqs: int) -> int:
-    """`capacity` for at most max_num_seqs requests a step."""
-    return 1 << (max_num_seqs - 1).bit_length()
+    """`capacity` for at most max_num_seqs requests a step; few differ only in what must be compiled."""
+    return max(16, _power_of_two(max_num_seqs))
 
 
 def empty_plan(shape: AttentionShape, device: torch.device) -> torch.Tensor:
