@@ -110,7 +110,7 @@ def test_products(
     assert kind == "wgmma"
     reference = a.double() @ b.double().T
     error = (expected.double() - reference).abs().max() / reference.abs().max()
-    assert error < 1e-5
+    assert error < 1e-4
     for rows in (1, 7, 16, 64, M):
         got, kind = multiply(a[:rows].contiguous(), b, tile, swapped)
         assert torch.equal(got, expected[:rows]), f"{rows} rows by {kind}"
