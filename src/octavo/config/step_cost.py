@@ -28,15 +28,10 @@ class Machine:
 
 
 H200 = Machine(
-    "H200",
-    bytes_per_s=4.636e12,
-    flops_per_s=849e12,
-    ramp_s=4.5e-6,
-    source=(
-        "read and tensor-core rate from benchmarks/results/device-h200.json (849 TFLOP/s on zeros; "
-        "with random data the power limit leaves 694); ramp: cuBLAS at one row beyond bytes / 4.3 TB/s"
-    ),
-)
+    "H200", bytes_per_s=4.636e12, flops_per_s=849e12, ramp_s=4.5e-6,
+    source="measured, benchmarks/results/device-h200.json: reading, and 849 TFLOP/s on zeros (with "
+    "random data the power limit leaves 694); ramp: cuBLAS at one row, beyond bytes / 4.3 TB/s",
+)  # fmt: skip
 
 
 def machine_for(device_name: str) -> Machine:
@@ -96,86 +91,45 @@ def step_operations(
     """
     if any(not 1 <= query_len <= seq_len for query_len, seq_len in requests):
         raise ValueError(f"query_len and seq_len do not fit in {requests}")
-    size, hidden, vocab = model.dtype_bytes, model.hidden_size, model.vocab_size
-    tokens = sum(query_len for query_len, _ in requests)
-    row = hidden * size
-    head = [
-        Operation("embed", 1, other_bytes=2 * tokens * row),
-        # The first norm has no residual to add and to write.
-        _norm(model, "input_norm", model.num_layers, tokens, without_residual=1),
-    ]
-    tail = [_norm(model, "final_norm", 1, tokens)]
-    if num_sampled:
-        logits = num_sampled * vocab * (logits_bytes or size)
-        tail += [
-            Operation("gather_rows", 1, other_bytes=2 * num_sampled * row),
-            Operation(
-                "lm_head",
-                1,
-                other_bytes=num_sampled * row + logits,
-                weight_bytes=vocab * row,
-                flops=2 * num_sampled * vocab * hidden,
-            ),
-            Operation("sample", 1, other_bytes=logits),
-        ]
-    return [*head, *_attention(model, requests, tokens), *_mlp(model, tokens), *tail]
-
-
-def _attention(
-    model: ModelConfig, requests: Sequence[tuple[int, int]], tokens: int
-) -> list[Operation]:
     size, layers, head_dim = model.dtype_bytes, model.num_layers, model.head_dim
+    hidden, inner, mlp_bias = model.hidden_size, model.intermediate_size, model.mlp_bias
     query, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
-    qkv = query + 2 * kv
+    qkv, row = query + 2 * kv, hidden * size
+    tokens = sum(query_len for query_len, _ in requests)
     keys = sum(seq_len for _, seq_len in requests)
     pairs = sum(causal_pairs(*request) for request in requests)
-    return [
-        _linear(model, "qkv_proj", tokens, qkv, model.hidden_size, model.attention_bias),
-        Operation(
-            "rope_and_cache",
-            layers,
-            # qkv is read and written; cos and sin are head_dim / 2 fp32 each.
-            other_bytes=layers * tokens * (2 * qkv * size + 4 * head_dim),
-            weight_bytes=layers * model.qk_norm * 2 * head_dim * size,
-        ),
-        Operation(
-            "attention",
-            layers,
-            other_bytes=layers * 2 * tokens * query * size,
-            kv_bytes=keys * model.kv_bytes_per_token(),
-            flops=layers * 4 * query * pairs,
-        ),
-        _linear(model, "o_proj", tokens, model.hidden_size, query, model.attention_out_bias),
-    ]
 
+    def linear(name: str, n: int, k: int, bias: bool) -> Operation:
+        moved, weights = tokens * (k + n), n * k + bias * n
+        flops = 2 * tokens * n * k
+        return Operation(
+            name, layers, layers * moved * size, layers * weights * size, 0, layers * flops
+        )
 
-def _mlp(model: ModelConfig, tokens: int) -> list[Operation]:
-    hidden, inner, bias = model.hidden_size, model.intermediate_size, model.mlp_bias
-    activated = model.num_layers * 3 * tokens * inner * model.dtype_bytes
-    return [
-        _norm(model, "post_attention_norm", model.num_layers, tokens),
-        _linear(model, "gate_up_proj", tokens, 2 * inner, hidden, bias),
-        Operation("silu_and_mul", model.num_layers, other_bytes=activated),
-        _linear(model, "down_proj", tokens, hidden, inner, bias),
-    ]
+    def norm(name: str, count: int, rows: int) -> Operation:
+        return Operation(name, count, rows * tokens * row, count * row)
 
-
-def _norm(
-    model: ModelConfig, name: str, count: int, tokens: int, without_residual: int = 0
-) -> Operation:
-    """Reads x and the residual, writes both; `without_residual` of the calls have x and its result."""
-    row = model.hidden_size * model.dtype_bytes
-    moved = tokens * row * (4 * count - 2 * without_residual)
-    return Operation(name, count, other_bytes=moved, weight_bytes=count * row)
-
-
-def _linear(model: ModelConfig, name: str, tokens: int, n: int, k: int, bias: bool) -> Operation:
-    """One (n, k) product a layer."""
-    layers, size = model.num_layers, model.dtype_bytes
-    return Operation(
-        name,
-        layers,
-        other_bytes=layers * tokens * (k + n) * size,
-        weight_bytes=layers * (n * k + bias * n) * size,
-        flops=layers * 2 * tokens * n * k,
-    )
+    # qkv is read and written; cos and sin are head_dim / 2 fp32 each.
+    rotated = tokens * (2 * qkv * size + 4 * head_dim)
+    cached, attended = keys * model.kv_bytes_per_token(), 4 * query * pairs
+    operations = [
+        Operation("embed", 1, 2 * tokens * row),
+        # x and the residual in, both out; but the first norm has no residual yet.
+        norm("input_norm", layers, 4 * layers - 2),
+        linear("qkv_proj", qkv, hidden, model.attention_bias),
+        Operation("rope_and_cache", layers, layers * rotated, layers * model.qk_norm * 2 * head_dim * size),
+        Operation("attention", layers, layers * 2 * tokens * query * size, 0, cached, layers * attended),
+        linear("o_proj", hidden, query, model.attention_out_bias),
+        norm("post_attention_norm", layers, 4 * layers),
+        linear("gate_up_proj", 2 * inner, hidden, mlp_bias),
+        Operation("silu_and_mul", layers, layers * 3 * tokens * inner * size),
+        linear("down_proj", hidden, inner, mlp_bias),
+        norm("final_norm", 1, 4),
+    ]  # fmt: skip
+    if num_sampled:
+        picked, logits = num_sampled * row, num_sampled * model.vocab_size * (logits_bytes or size)
+        table, flops = model.vocab_size * row, 2 * num_sampled * model.vocab_size * hidden
+        operations.append(Operation("gather_rows", 1, 2 * picked))
+        operations.append(Operation("lm_head", 1, picked + logits, table, 0, flops))
+        operations.append(Operation("sample", 1, logits))
+    return operations
