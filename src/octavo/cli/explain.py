@@ -1,12 +1,20 @@
-"""`octavo explain`: each resolved setting and why, without loading weights."""
+"""`octavo explain`: each resolved setting and why, or what a step must do; without loading weights."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from pathlib import Path
 
-from octavo.cli.options import add_engine_arguments, add_model_argument, engine_settings
+from octavo.bench.step import StepKind
+from octavo.bench.step_report import Row, machine_text, operation_rows, table
+from octavo.cli.options import add_engine_arguments, add_model_argument, at_least, engine_settings
+from octavo.config.engine import EngineArgs
+from octavo.config.model import ModelConfig
 from octavo.config.resolve import estimate_pool, finalise, make_args, resolve
+from octavo.config.step_cost import machine_for, step_operations
+from octavo.errors import ConfigError
 from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
 
@@ -15,12 +23,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="a JSON list on stdout")
+    step = parser.add_argument_group("what a step must do")
+    step.add_argument("--step", action="store_true", help="bytes, FLOPs and ceilings by operation")
+    step.add_argument("--batch-size", type=int, default=1, metavar="N", help="requests [1]")
+    step.add_argument(
+        "--context", type=int, default=1024, metavar="N", help="tokens of each [1024]"
+    )
+    step.add_argument("--prefill", action="store_true", help="run all of these; else decode one")
+    step.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="of `bench step --output-json`: its step, and times",
+    )
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line a decision."""
+    """Print one line a decision, or one an operation."""
     settings = make_args(engine_settings(args))
+    if args.step or args.measured is not None:
+        return explain_step(args, settings)
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
@@ -34,3 +57,43 @@ def run(args: argparse.Namespace) -> int:
     for decision in config.decisions:
         print(f"{decision.name:<{width}}  {decision.value:<{value_width}}  {decision.reason}")
     return 0
+
+
+def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
+    """Print what a step must do on this machine, beside what a measurement says that it took."""
+    at_least(1, args, "batch_size", "context")
+    model = load_model_config(settings)
+    if model.dtype == "float32":  # as `resolve` decides on a GPU
+        model = dataclasses.replace(model, dtype="bfloat16")
+    kind = StepKind("prefill" if args.prefill else "decode", args.batch_size, args.context)
+    times: list[Row] = []
+    if args.measured is not None:
+        kind, times = read_measured(args.measured, model)
+    machine = machine_for(probe_device(settings.device).name)
+    costs = step_operations(model, kind.requests(kind.context), kind.batch_size)
+    rows = operation_rows(costs, machine, times)
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        print(f"{kind.phase}, {kind.batch_size} x {kind.context} tokens, {model.dtype}")
+        print(f"{table(rows)}\n{machine_text(machine)}")
+    return 0
+
+
+def read_measured(path: Path, model: ModelConfig) -> tuple[StepKind, list[Row]]:
+    """The step that a result of `bench step` is of, and times as in `StepProfile`.
+
+    Raises ConfigError for another kind of file, or if it is of another model.
+    """
+    keys = ("name", "known", "calls", "median_us", "total_us")
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        kind = StepKind(found["phase"], found["batch_size"], found["mean_seq_len"])
+        rows = [row for row in found["profile"]["operations"] if "total_us" in row]
+        times = [{key: row[key] for key in keys} for row in rows]
+        weight_bytes = found["weight_bytes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--measured: {path} is not of bench step: {error!r}") from None
+    if weight_bytes != model.weight_bytes():
+        raise ConfigError(f"--measured: {path} is of another model")
+    return kind, times

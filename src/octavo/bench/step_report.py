@@ -1,0 +1,155 @@
+"""What a step must do beside what it took: rows for JSON, text tables, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.step_trace import Labelled
+from octavo.config.step_cost import Machine, Operation
+from octavo.errors import ConfigError
+
+Row = dict[str, Any]
+
+# Header, key of a row, factor, format.
+_COLUMNS = (
+    ("calls", "calls", 1.0, ".3g"),
+    ("median us", "median_us", 1.0, ".2f"),
+    ("total us", "total_us", 1.0, ".1f"),
+    ("share", "share", 1.0, ".1%"),
+    ("MB", "bytes", 1e-6, ".2f"),
+    ("GFLOP", "flops", 1e-9, ".2f"),
+    ("GB/s", "gb_per_s", 1.0, ".0f"),
+    ("TFLOP/s", "tflop_per_s", 1.0, ".1f"),
+    ("ceiling us", "ceiling_us", 1.0, ".1f"),
+    ("with ramps", "expected_us", 1.0, ".1f"),
+    ("of ceiling", "of_ceiling", 1.0, ".2f"),
+)
+_SUMMED = ("total_us", "share", "bytes", "flops", "ceiling_us", "expected_us")
+_NAME_WIDTH = 44
+
+
+def operation_rows(
+    costs: Sequence[Operation], machine: Machine, times: Sequence[Row] = ()
+) -> list[Row]:
+    """One row an operation in order of the step, then what was measured and costs nothing we count.
+
+    times: as in `StepProfile`. calls, bytes, flops and all times but median_us are those of a step.
+    Keys that an operation has no figure for are missing.
+    """
+    whole = sum(time["total_us"] for time in times) or 1.0
+    took = {time["name"]: {**time, "share": time["total_us"] / whole} for time in times}
+    rows: list[Row] = []
+    for cost in costs:
+        row: Row = {
+            "name": cost.name,
+            "calls": cost.count,
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+        }
+        row["ceiling_us"] = cost.ceiling_s(machine) * 1e6
+        row["expected_us"] = cost.expected_s(machine) * 1e6
+        row |= took.pop(cost.name, {})
+        if total_us := row.get("total_us"):
+            row["gb_per_s"] = cost.bytes / total_us / 1e3
+            row["tflop_per_s"] = cost.flops / total_us / 1e6
+            row["of_ceiling"] = row["ceiling_us"] / total_us
+        rows.append(row)
+    return rows + sorted(took.values(), key=lambda row: -row["total_us"])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned text with totals, without columns that no row has; `?` marks unknown kernels."""
+    total: Row = {"name": "total"}
+    total |= {key: sum(row.get(key, 0) for row in rows) for key in _SUMMED}
+    if total["total_us"]:
+        total["of_ceiling"] = total["ceiling_us"] / total["total_us"]
+    shown = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    lines = [["operation", *(column[0] for column in shown)]]
+    for row in [*rows, total]:
+        name = short_name(row["name"])
+        cells = [name if row.get("known", True) else f"? {name}"]
+        for _, key, factor, form in shown:
+            cells.append(format(row[key] * factor, form) if key in row else "")
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what all of torch's begin with, cut to a width."""
+    for common in ("void ", "at::native::", "(anonymous namespace)::"):
+        name = name.replace(common, "")
+    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
+
+
+def machine_text(machine: Machine) -> str:
+    """The figures that ceilings are made of, and their source."""
+    return (
+        f"ceilings of an {machine.name}: {machine.bytes_per_s / 1e12:.2f} TB/s, "
+        f"{machine.flops_per_s / 1e12:.0f} TFLOP/s, ramp {machine.ramp_s * 1e6:g} us a call\n"
+        f"({machine.source})"
+    )
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """What `bench.step.run_step` found, but for the table."""
+    step, host, found = result["step_us"], result["host_us"], result["profile"]
+    parts = ", ".join(
+        f"{name} {host[name]:.0f}" for name in ("schedule", "launch", "update", "rest")
+    )
+    gap, idle = found["gap_us"], found["idle_us"]
+    lines = [
+        f"{result['phase']}, {result['batch_size']} x {result['context']} tokens: {step['median']:.1f} us "
+        f"a step (p10 {step['p10']:.1f}, p90 {step['p90']:.1f}), {result['tokens_per_s']:.0f} tokens/s, "
+        f"{result['ceiling_us'] / step['median']:.2f} of the ceiling",
+        f"host us a step: {host['work']:.0f} of work ({parts}); "
+        f"collect, which waits for the GPU, {host['collect']:.0f}",
+        f"under the profiler: {found['span_us']:.1f} us from first to last kernel, "
+        f"{gap['total']:.1f} of them in gaps ({gap['median']:.2f} each)",
+    ]
+    if idle is not None:
+        lines.append(f"GPU idle between steps: {idle['median']:.1f} us (p99 {idle['p99']:.1f})")
+    return "\n".join(lines)
+
+
+def load_matplotlib() -> Any:
+    """matplotlib.figure, which draws without a display. Raises ConfigError if it is not installed."""
+    try:
+        import matplotlib.figure
+    except ImportError:
+        raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
+    return matplotlib.figure
+
+
+def draw_step(path: Path, step: Sequence[Labelled], rows: Sequence[Row], title: str) -> None:
+    """A step as a timeline, a row a stream, over bars of measured and least time by operation.
+
+    The file's suffix decides its format. Raises ConfigError if it cannot be written.
+    """
+    rows = [row for row in rows if "total_us" in row]
+    colours = {row["name"]: f"C{index % 10}" for index, row in enumerate(rows)}
+    figure = load_matplotlib().Figure(figsize=(14, 4 + 0.3 * len(rows)), layout="constrained")
+    timeline, bars = figure.subplots(2, 1, height_ratios=[1, max(1.0, 0.15 * len(rows))])
+    start_us = step[0].event.start_us
+    streams = sorted({event.stream for _, _, event in step})
+    for operation, _, event in step:
+        span = (event.start_us - start_us, event.duration_us)
+        low = streams.index(event.stream) - 0.4
+        timeline.broken_barh([span], (low, 0.8), color=colours[operation])
+    timeline.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+    timeline.set(xlabel="us", title=title)
+    places = range(len(rows))
+    bars.barh(places, [row["total_us"] for row in rows], color=list(colours.values()))
+    least = [row.get("ceiling_us", 0.0) for row in rows]
+    bars.barh(places, least, height=0.35, color="black", label="ceiling")
+    bars.set_yticks(places, [short_name(row["name"]) for row in rows])
+    bars.invert_yaxis()
+    bars.set(xlabel="us a step, all calls")
+    bars.legend(loc="lower right")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--picture: cannot write {path}: {error}") from None
