@@ -244,6 +244,8 @@ def test_bad_shapes_are_refused() -> None:
             fixture.backend.attend(query, fixture.cache, metadata, 1.0)
     with pytest.raises(KernelError):
         fixture.backend.attend(fixture.query({0: 4}), fixture.cache.transpose(2, 3), metadata, 1.0)
+    with pytest.raises(KernelError):
+        fixture.backend.attend(fixture.query({0: 4}), fixture.cache, metadata, -1.0)
     many = CommonAttentionMetadata(
         torch.zeros(18, dtype=torch.int32),
         torch.zeros(17, dtype=torch.int32),

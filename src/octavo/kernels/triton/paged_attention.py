@@ -227,8 +227,8 @@ class Workspace:
         """With room for `rows` partial results: of one head of one token in one split."""
         arrivals = shape.capacity * SMALL_TILES * shape.num_kv_heads
         return cls(
-            torch.empty(rows, shape.head_dim, device=device),
-            torch.empty(rows, 2, device=device),
+            torch.empty(rows, shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows, 2, dtype=torch.float32, device=device),
             torch.zeros(arrivals, dtype=torch.int32, device=device),
             torch.zeros(2, 2, dtype=torch.int32, device=device),
         )
@@ -280,9 +280,11 @@ def paged_attention(
     query: (T, num_heads, head_dim), each token contiguous; kv_cache: (num_blocks, 2, num_kv_heads,
     block_size, head_dim) of the same dtype, bf16 or fp16, each block contiguous. Returns the shape of
     `query`; tokens past the last request get zeros. Waits for nothing. Raises KernelError for
-    operands laid out otherwise.
+    operands laid out otherwise, and for a scale that is not positive.
     """
     _check(query, kv_cache, step, shape)
+    if not scale > 0:
+        raise KernelError(f"attention needs a positive scale, not {scale}")  # peaks are scaled
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # exp2 is what the hardware has.
     factor = scale * math.log2(math.e)
