@@ -116,12 +116,12 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def load_matplotlib() -> Any:
-    """matplotlib.figure, which draws without a display. Raises ConfigError if it is not installed."""
+    """matplotlib with its Figure, which needs no display. Raises ConfigError if not installed."""
     try:
         import matplotlib.figure
     except ImportError:
         raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
-    return matplotlib.figure
+    return matplotlib
 
 
 def draw_step(path: Path, step: Sequence[Labelled], rows: Sequence[Row], title: str) -> None:
@@ -130,8 +130,10 @@ def draw_step(path: Path, step: Sequence[Labelled], rows: Sequence[Row], title: 
     The file's suffix decides its format. Raises ConfigError if it cannot be written.
     """
     rows = [row for row in rows if "total_us" in row]
-    colours = {row["name"]: f"C{index % 10}" for index, row in enumerate(rows)}
-    figure = load_matplotlib().Figure(figsize=(14, 4 + 0.3 * len(rows)), layout="constrained")
+    matplotlib = load_matplotlib()
+    palette = matplotlib.colormaps["tab20"].colors
+    colours = {row["name"]: palette[index % 20] for index, row in enumerate(rows)}
+    figure = matplotlib.figure.Figure(figsize=(14, 4 + 0.3 * len(rows)), layout="constrained")
     timeline, bars = figure.subplots(2, 1, height_ratios=[1, max(1.0, 0.15 * len(rows))])
     start_us = step[0].event.start_us
     streams = sorted({event.stream for _, _, event in step})
