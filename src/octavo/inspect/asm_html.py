@@ -26,9 +26,7 @@ def render_html(
         intro=intro,
         mix=[(name, _class(name), counts[name]) for name in GROUP_ORDER if counts[name]],
         notes=[(note, _note_places(note)) for note in remarks],
-        words={
-            root: words for root in sorted({s.root for s in steps}) if (words := words_of(root))
-        },
+        words={step.root: words_of(step.root) for step in steps},
         source=_source(assembly),
         ptx=_ptx(assembly),
         sass=_sass(assembly),
@@ -40,24 +38,14 @@ def _class(group: str) -> str:
 
 
 def _note_places(note: Note) -> dict[str, str]:
-    places = {
-        "lines": note.lines,
-        "ptx": note.ptx_lines,
-        "offsets": [f"{o:x}" for o in note.offsets],
-    }
+    offsets = [f"{offset:x}" for offset in note.offsets]
+    places = {"lines": note.lines, "ptx": note.ptx_lines, "offsets": offsets}
     return {f"data-{key}": ",".join(map(str, found)) for key, found in places.items() if found}
 
 
-def _row(
-    number: int | str,
-    line: int | None,
-    text: str,
-    *,
-    ptx: int | None = None,
-    offset: str | None = None,
-    **more: Any,
-) -> Row:
-    places = {"data-s": line, "data-p": ptx, "data-o": offset}  # what a row is linked by
+def _row(number: int | str, line: int | None, text: str, *links: Any, **more: Any) -> Row:
+    """`links`: the PTX line and the SASS offset that, beside the source line, tie a row to others."""
+    places = dict(zip(("data-s", "data-p", "data-o"), (line, *links), strict=False))
     empty = {"bars": (), "guard": "", "opcode": ""}
     return {"number": number, "line": line, "text": text, "places": places, **empty, **more}
 
@@ -72,8 +60,7 @@ def _ptx(assembly: Assembly) -> Iterator[Row]:
     steps = {s.at: s for s in assembly.ptx}
     for number in range(min(steps, default=0), max(steps, default=-1) + 1):
         if step := steps.get(number):
-            text = short_operands(step.text)
-            yield _row(number, assembly.home_line(step), text, ptx=number)
+            yield _row(number, assembly.home_line(step), short_operands(step.text), number)
         elif (text := assembly.ptx_lines[number - 1].strip()).endswith(":"):
             yield text
 
@@ -93,8 +80,8 @@ def _sass(assembly: Assembly) -> Iterator[Row]:
             f"{step.at:04x}",
             assembly.home_line(step),
             step.operands,
-            offset=f"{step.at:x}",
-            ptx=step.ptx_line,
+            step.ptx_line,
+            f"{step.at:x}",
             bars=bars,
             guard=f"@{step.guard} " if step.guard else "",
             opcode=step.opcode,

@@ -88,7 +88,8 @@ def svg(figure: Any, *, themed: bool = False) -> str:
     group = r'<g id="(tip:)?([^"]*)"'
     text = re.sub(group, lambda m: f"<g><title>{m[2]}</title" if m[1] else "<g", text)
     text = text.replace(">", f' role="img">\n<title>{escape(title)}</title>', 1)
-    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
+    text = re.sub(r"\n(?=[LMQCz])", "", text)  # one line a path, a hundredth of a point
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)
     if themed:
         for name, colour in PALETTE.items():
             text = text.replace(colour, f"var(--{name})")

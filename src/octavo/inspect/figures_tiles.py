@@ -15,7 +15,6 @@ from octavo.inspect.figures import (
 from octavo.kernels.matmul.barriers import ring_timeline
 from octavo.kernels.matmul.roofline import H200
 from octavo.kernels.matmul.schedule import (
-    L2Reuse,
     Order,
     grouped_order,
     hilbert_order,
@@ -101,13 +100,6 @@ def schedule_figure() -> Any:
     return figure
 
 
-def reuse(order: Order, k: int) -> L2Reuse:
-    """The L2 model for 128x256 tiles on an H200."""
-    return simulate_l2(
-        order, block_m=128, block_n=256, k=k, num_ctas=H200.num_sms, l2_bytes=H200.l2_bytes
-    )
-
-
 def _schedule_panel(ax: Any, name: str, order: Order) -> None:
     wave_of = {tile: index // H200.num_sms for index, tile in enumerate(order)}
     for m in range(_SIDE):
@@ -124,7 +116,8 @@ def _schedule_panel(ax: Any, name: str, order: Order) -> None:
     ax.bar(list(columns), 0.9, 0.9, -1.9, color=SERIES[0])
     ax.text(-1.4, _SIDE + 0.5, "A", ha="center", color=SOFT)
     ax.text(_SIDE, -1.2, "B", color=SOFT)
-    found = reuse(order, 8192)
+    machine = {"num_ctas": H200.num_sms, "l2_bytes": H200.l2_bytes}
+    found = simulate_l2(order, block_m=128, block_n=256, k=8192, **machine)
     panels = f"{len(rows)} + {len(columns)} = {len(rows) + len(columns)}"
     ax.text(-0.5, _SIDE + 3, f"wave 1 reads {panels} panels", size=14, weight="bold")
     words = (

@@ -208,6 +208,7 @@ def _sync_notes(assembly: Assembly) -> Iterator[Note]:
 
 
 def _zero_notes(assembly: Assembly) -> Iterator[Note]:
+    """Registers set to zero that hold zero."""
     if again := [assembly.sass.instructions[i] for i in redundant_zeros(assembly.sass)]:
         names = sorted({s.names[0] for s in again}, key=lambda n: (len(n), n))
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from octavo.errors import KernelError
 from octavo.inspect.device_view import device_of, device_text
@@ -15,7 +15,6 @@ from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.roofline import Device, tile_intensity
 
 _POSITIVE = ("median_us", "low_us", "high_us", "tflops", "vs_cublas")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,16 @@ class LadderRun:
 
 def load_run(path: Path) -> LadderRun:
     """Read and check a results file. Raises KernelError when it is not one, with the reason."""
-    return _load(path, "bench", parse_run)
+    return parse_run(_load(path, "bench", parse_run))
 
 
 def load_device(path: Path) -> Mapping[str, Any]:
     """Read a device measurement. Raises KernelError when it is not one."""
-
-    def check(document: Mapping[str, Any]) -> Mapping[str, Any]:
-        device_text(document)
-        return document
-
-    return _load(path, "device", check)
+    document: Mapping[str, Any] = _load(path, "device", device_text)
+    return document
 
 
-def _load(path: Path, action: str, parse: Callable[[Any], T]) -> T:
+def _load(path: Path, action: str, check: Callable[[Any], object]) -> Any:
     try:
         document = json.loads(path.read_text())
     except OSError as error:
@@ -113,11 +108,12 @@ def _load(path: Path, action: str, parse: Callable[[Any], T]) -> T:
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise KernelError(f"{path} is not JSON: {error}") from error
     try:
-        return parse(document)
+        check(document)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise KernelError(
             f"{path} is not the result of `octavo kernels {action}`: {error}"
         ) from error
+    return document
 
 
 def parse_run(document: Mapping[str, Any]) -> LadderRun:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from octavo.inspect.asm import Assembly
@@ -89,7 +90,9 @@ def source_loops(assembly: Assembly) -> list[SourceLoop]:
     used = {where for step in steps for where in step.locations}
     found = []
     for file, lines in assembly.files.items():
-        constants = _constants(lines)
+        constants: dict[str, int] = {}
+        with suppress(KeyError, ValueError):
+            constants = parse_constants("\n".join(lines.values()))
         for number in sorted(lines):
             code = lines[number].split("//", 1)[0]
             if not _HEADER.search(code):
@@ -103,23 +106,13 @@ def source_loops(assembly: Assembly) -> list[SourceLoop]:
     return found
 
 
-def _constants(lines: dict[int, str]) -> dict[str, int]:
-    try:
-        return parse_constants("\n".join(lines[n] for n in sorted(lines)))
-    except (ValueError, KeyError):
-        return {}
-
-
 def _end_of_statement(lines: dict[int, str], first: int) -> int:
     """The last line of the loop that starts on `first`: its closing brace, or its one statement."""
-    depth = {"(": 0, "{": 0}
+    depth = 0
     for number in range(first, max(lines) + 1):
         for character in lines.get(number, "").split("//", 1)[0]:
-            if character in "({":
-                depth[character] += 1
-            elif character in ")}":
-                depth["(" if character == ")" else "{"] -= 1
-            if character in ";}" and not any(depth.values()):
+            depth += (character in "({") - (character in ")}")
+            if depth == 0 and character in ";}":
                 return number
     return first
 
@@ -132,10 +125,8 @@ def owner(step: Step, loops: Sequence[SourceLoop]) -> SourceLoop | None:
     """
     for file in dict.fromkeys(where.file for where in step.locations):
         lines = [where.line for where in step.locations if where.file == file]
-        around = [
-            x for x in loops if x.file == file and any(x.line <= n <= x.last_line for n in lines)
-        ]
-        if around:
+        mine = [loop for loop in loops if loop.file == file]
+        if around := [x for x in mine if any(x.line <= n <= x.last_line for n in lines)]:
             return min(around, key=lambda x: x.last_line - x.line)
     return None
 
