@@ -51,10 +51,10 @@ _STYLE = {
 def style(**more: str) -> Iterator[None]:
     """Our look, for code that draws. Also a decorator. Raises KernelError without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.style import context
     except ImportError as error:
         raise KernelError("pictures need matplotlib: install octavo[kernels]") from error
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE, **more}):
+    with context(["default", {**_STYLE, **more}]):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,17 @@ def test_report_needs_something_to_report(
     names = {path.name for path in tmp_path.glob("*.svg")}
     kinds = ("swizzle", "ring", "schedules", "quantization", "occupancy", "roofline")
     assert names == {f"{kind}.svg" for kind in kinds}
+
+
+def test_only_pictures_need_matplotlib(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = tmp_path / "a.html"
+    assert call(capsys, "asm", "02", "--html", str(page))[0] == 0
+    assert "FFMA" in page.read_text()
+    status, _, err = call(capsys, "report", "--figures", str(tmp_path))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "install octavo[kernels]" in err
