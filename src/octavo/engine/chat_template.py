@@ -1,4 +1,4 @@
-"""Conversations to prompt text with the model's Jinja template, in a sandbox.
+"""Conversations to prompt text with the model's Jinja template.
 
 Owns what a valid message is and how its content becomes text. Renders what transformers'
 apply_chat_template renders; what the template refuses is the caller's error.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.config.fields import shown
+from octavo.engine.template_sandbox import Sandbox
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, InvalidRequestError
 
@@ -27,7 +25,6 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _JINJA = re.compile(r"\{[{%#]")
 _MAX_DEPTH, _MAX_VALUES = 64, 2**17  # of what a caller hands to a template
-_MAX_BITS, _MAX_LENGTH = 2**14, 2**24  # of what a template's ** and * may make
 
 
 class ChatTemplate:
@@ -43,7 +40,7 @@ class ChatTemplate:
         self._template: jinja2.Template | None = None
         self._takes_tools = False
         if source is not None:
-            environment = _environment()
+            environment = Sandbox()
             try:
                 self._template = environment.from_string(source)
                 variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -301,64 +298,3 @@ def _cut_at_tag(text: str, final: str) -> str:
     if text.startswith(_CONTINUE_TAG, at):
         return text[:at]
     return text[:at].rstrip()  # the template trims messages, so trim what came before the tag
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also keeps * and ** from filling the memory, when compiled and when rendered."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The product or power, or OverflowError."""
-        if isinstance(left, int) and isinstance(right, int):
-            power = operator == "**"
-            bits = left.bit_length() * right if power else left.bit_length() + right.bit_length()
-            if bits > _MAX_BITS:
-                raise OverflowError(f"a number of more than {_MAX_BITS} bits")
-        for one, other in ((left, right), (right, left)):
-            sequence = isinstance(one, str | list | tuple)
-            if sequence and isinstance(other, int) and len(one) * other > _MAX_LENGTH:
-                raise OverflowError(f"a product longer than {_MAX_LENGTH}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Replace the block by its body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Like transformers': no HTML escapes, unlike Jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(str(message) or "refused by the template")
