@@ -28,6 +28,7 @@ CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
 GPU_MEMORY_UTILIZATION = 0.92  # as vLLM's
 GPU_HEAD_DIMS = (64, 96, 128, 256)
 GPU_BLOCK_SIZES = (16, 32, 64, 128, 256)
+MAX_BLOCK_SIZE = 4096  # of any device: larger blocks waste memory and no request can share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def _resolve_scheduler(
 
 
 def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConfig:
-    _integer("block_size", args.block_size, 1)
+    _integer("block_size", args.block_size, 1, MAX_BLOCK_SIZE)
     share = args.gpu_memory_utilization
     if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
         raise ConfigError(f"gpu_memory_utilization={share!r} is not in (0, 1]")

@@ -38,6 +38,13 @@ def build_bpe(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "tokenizer.json as `tokenizer`."
         )
     tokens = _texts(metadata, "tokens", source)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for i, token in enumerate(tokens):
+        if vocab[token] != i:
+            raise ModelLoadError(
+                f"{source}: tokenizer.ggml.tokens: {shown(token)} is there twice, as {i} and "
+                f"{vocab[token]}"
+            )
     merges: list[tuple[str, str]] = []
     for merge in _texts(metadata, "merges", source):
         left, space, right = merge.partition(" ")
@@ -53,7 +60,7 @@ def build_bpe(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     model = call_library(
         f"{source}: tokenizer.ggml.merges",
         lambda: models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
+            vocab=vocab,
             merges=merges,
             # Llama 3 has whole words in its vocabulary that no merge reaches.
             ignore_merges=pre == "llama-bpe",

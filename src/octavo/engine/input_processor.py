@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +87,18 @@ class InputProcessor:
         params = resolved.params
         if arrival_time is None:
             arrival_time = time.monotonic()
-        elif isinstance(arrival_time, bool) or not isinstance(arrival_time, int | float):
-            raise InvalidRequestError("arrival_time", f"must be seconds, not {show(arrival_time)}")
+        elif (
+            isinstance(arrival_time, bool)
+            or not isinstance(arrival_time, int | float)
+            or not abs(arrival_time) < sys.float_info.max  # NaN is not, either
+        ):
+            raise InvalidRequestError(
+                "arrival_time", f"must be seconds, a finite number, not {show(arrival_time)}"
+            )
         if params.seed is not None:
             seed = params.seed & _MASK64
         else:
             seed = split_seed(self._seed & _MASK64, next(self._counter))
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         # The prompt is scored once, by the first completion.
         sibling_params = dataclasses.replace(params, prompt_logprobs=None)
         requests = [
@@ -104,7 +110,7 @@ class InputProcessor:
                 eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
                 bad_words_token_ids=resolved.bad_words,
                 max_tokens=resolved.max_tokens,
-                arrival_time=arrival_time,
+                arrival_time=float(arrival_time),
                 priority=priority,
                 cache_salt=resolved.cache_salt,
             )
@@ -216,7 +222,10 @@ class InputProcessor:
             text.encode("utf-8")
         except UnicodeEncodeError as exc:
             raise InvalidRequestError(field, f"is not valid Unicode: {exc.reason}") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(field, exc.message) from exc
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenised at the start of a text and after a space."""
@@ -229,28 +238,40 @@ class InputProcessor:
                 raise InvalidRequestError("bad_words", f"{show(word)} has no token")
             self._check_ids("bad_words", itertools.chain(*sequences))
             found.update(dict.fromkeys(sequences))
-        # A sequence that ends in another one can never be completed anyway.
-        return tuple(
-            s for s in found if not any(len(t) < len(s) and s[-len(t) :] == t for t in found)
-        )
+        return _shortest_ends(found)
 
     def _check_something_is_left(
         self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]
     ) -> None:
-        """Some token must be possible at every position, or sampling would have no answer."""
-        removed = {sequence[0] for sequence in bad_words if len(sequence) == 1}
-        removed |= {i for i, bias in (params.logit_bias or {}).items() if bias <= -100.0}
+        """Some token must be possible at every position, or sampling would have no answer.
+
+        A bias of -100 is no ban: it is added, and the largest sum wins whatever it is.
+        """
+        banned = {sequence[0] for sequence in bad_words if len(sequence) == 1}
+        early = set[int]()  # removed before min_tokens
         if params.min_tokens > 0:
-            removed |= set(params.stop_token_ids or ())
-            removed |= set() if params.ignore_eos else set(self._eos_token_ids)
+            early |= set(params.stop_token_ids or ())
+            early |= set() if params.ignore_eos else set(self._eos_token_ids)
         allowed = params.allowed_token_ids
-        if allowed is not None and removed.issuperset(allowed):
-            raise InvalidRequestError(
-                "allowed_token_ids",
-                "bad_words, logit_bias or min_tokens remove every one of them",
-            )
-        if allowed is None and len(removed) >= self._vocab_size:
-            raise InvalidRequestError("bad_words", "the whole vocabulary is removed")
+        tokens = range(self._vocab_size) if allowed is None else allowed
+        if not (banned | early).issuperset(tokens):
+            return
+        cause = "bad_words" if banned.issuperset(tokens) else "min_tokens"
+        if allowed is not None:
+            raise InvalidRequestError("allowed_token_ids", f"{cause} leaves none of them")
+        raise InvalidRequestError(cause, "leaves no token of the vocabulary")
+
+
+def _shortest_ends(sequences: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The sequences without those that end in another one, which can never be completed anyway."""
+    kept = set[tuple[int, ...]]()
+    last: tuple[int, ...] | None = None
+    # Sorted by their ends, those that end in a kept one come right after it.
+    for turned in sorted(sequence[::-1] for sequence in sequences):
+        if last is None or turned[: len(last)] != last:
+            last = turned
+            kept.add(turned)
+    return tuple(sequence for sequence in sequences if sequence[::-1] in kept)
 
 
 def split_seed(seed: int, index: int) -> int:

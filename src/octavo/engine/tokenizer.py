@@ -187,7 +187,7 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """From a .gguf file, a folder with tokenizer.json, or that file itself."""
     path = Path(path)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir():
         return Tokenizer.from_gguf(path)
     return Tokenizer.from_folder(path.parent if path.name == "tokenizer.json" else path)
 

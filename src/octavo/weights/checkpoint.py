@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.config.engine import EngineArgs
 from octavo.config.fields import token_ids
 from octavo.config.model import LoadFormat, ModelConfig
-from octavo.errors import ModelLoadError
+from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights import gguf, hub, safetensors
 
 
@@ -17,6 +17,8 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
 
     Raises ModelLoadError if it is not there or not supported, ConfigError for a bad field.
     """
+    if not args.model:
+        raise ConfigError("model='' names no folder, file or Hugging Face id")
     path = hub.resolve_model_path(args.model, args.revision)
     load_format, dtype = args.load_format, args.dtype
     if path.is_dir() and not safetensors.is_file(path / "config.json"):
@@ -24,7 +26,7 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
         if len(files) != 1:
             raise ModelLoadError(f"{path}: found no config.json, and {len(files)} .gguf files")
         path = files[0]
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir():
         if load_format == "safetensors":
             raise ModelLoadError(f"{path}: load_format is safetensors, but this is a GGUF file")
         kind: LoadFormat = "dummy" if load_format == "dummy" else "gguf"

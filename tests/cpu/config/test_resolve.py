@@ -69,6 +69,8 @@ def test_every_decision_has_a_value_and_a_reason() -> None:
         ("max_num_seqs", 10**30),
         ("max_num_seqs", 10**9),
         ("block_size", 10**30),
+        ("block_size", 10**9),
+        ("block_size", 4097),
         ("max_num_batched_tokens", 3),
         ("long_prefill_token_threshold", -1),
         ("block_size", 0),

@@ -94,4 +94,6 @@ def engine_config(
         device="cpu",
         seed=seed,
         max_logprobs=max_logprobs,
+        linear_backend="tiled",
+        enforce_eager=False,
     )

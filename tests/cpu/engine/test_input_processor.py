@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.input_processor import InputProcessor, split_seed
+from octavo.engine.input_processor import InputProcessor, _shortest_ends, split_seed
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequestError
 from octavo.sampling_params import SamplingParams
 from tests.cpu.engine.helpers import SPECIALS, byte_tokenizer, engine_config, token
@@ -135,24 +137,72 @@ def test_token_id_lists_stay_inside_the_vocabulary(field):
 
 
 def test_allowed_token_ids_that_are_all_removed_are_refused():
-    """P09: by single-token bad words, by a bias of -100, by min_tokens; also the empty list."""
-    the = token(TINY, "the")
+    """P09: by single-token bad words, by min_tokens, by both; also the empty list."""
+    the, ab = token(TINY, "the"), token(TINY, "ab")
     allowed = {"allowed_token_ids": [the]}
-    for params in (
-        SamplingParams(bad_words=["the"], **allowed),
-        SamplingParams(logit_bias={the: -100.0}, **allowed),
-        SamplingParams(stop_token_ids=[the], min_tokens=1, **allowed),
-        SamplingParams(allowed_token_ids=[EOS], min_tokens=1),
-        SamplingParams(
-            allowed_token_ids=[the, token(TINY, "ab")],
-            bad_words=["the"],
-            logit_bias={token(TINY, "ab"): -100},
+    for params, cause in (
+        (SamplingParams(bad_words=["the"], **allowed), "bad_words"),
+        (SamplingParams(stop_token_ids=[the], min_tokens=1, **allowed), "min_tokens"),
+        (SamplingParams(allowed_token_ids=[EOS], min_tokens=1), "min_tokens"),
+        (
+            SamplingParams(
+                allowed_token_ids=[the, ab], bad_words=["the"], stop_token_ids=[ab], min_tokens=1
+            ),
+            "min_tokens",
         ),
     ):
-        assert refusal(params=params).field == "allowed_token_ids"
+        error = refusal(params=params)
+        assert error.field == "allowed_token_ids"
+        assert cause in error.message
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(allowed_token_ids=[])
     assert caught.value.field == "allowed_token_ids"
+
+
+def test_a_bias_of_minus_100_is_no_ban():
+    """The least a bias may be, but what is left of a logit may still be the largest."""
+    the = token(TINY, "the")
+    assert request(allowed_token_ids=[the], logit_bias={the: -100.0})
+    assert request(logit_bias=dict.fromkeys(range(VOCAB), -100.0))
+
+
+def test_a_vocabulary_without_a_token_left_names_the_cause():
+    everything = range(VOCAB)
+    error = refusal(params=SamplingParams(stop_token_ids=everything, min_tokens=1))
+    assert error.field == "min_tokens"
+    assert request(stop_token_ids=everything)
+
+
+def test_words_that_have_no_tokens_are_refused_by_their_own_name():
+    """Whatever the tokenizers library says of the text, it is not the prompt."""
+    vocab = {"a": 0, "b": 1}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=vocab, unk_token="?"))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    inputs = InputProcessor(engine_config(2), Tokenizer(backend))
+    for prompt, params, field in (
+        ("zz", SamplingParams(), "prompt"),
+        ([1], SamplingParams(bad_words=["zz"]), "bad_words"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            inputs.process("r", prompt, params)
+        assert caught.value.field == field
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), unique=True)
+
+
+@given(SEQUENCES)
+def test_bad_words_that_end_in_another_are_left_out(sequences):
+    kept = _shortest_ends(sequences)
+    assert kept == tuple(
+        s for s in sequences if not any(s != t and s[-len(t) :] == t for t in sequences)
+    )
+
+
+def test_many_bad_words_take_linear_time():
+    """Compared in pairs these would take hours."""
+    many = [(i, i + 1, i + 2) for i in range(200_000)]
+    assert len(_shortest_ends([*many, tuple(range(200_000))])) == 200_000
 
 
 def test_allowed_token_ids_that_are_partly_removed_are_accepted():
@@ -217,8 +267,15 @@ def test_special_tokens_in_text_are_tokens():
 
 def test_priority_needs_the_priority_policy():
     assert refusal(priority=1).field == "priority"
+
+
+@pytest.mark.parametrize("when", ["x", True, float("nan"), float("inf"), 10**400, -(10**400)])
+def test_arrival_time_is_a_finite_number(when):
+    """The metrics add it up: one that is not would spoil them for good."""
     with pytest.raises(InvalidRequestError, match="arrival_time"):
-        processor().process("r", "abc", SamplingParams(), arrival_time="x")
+        processor().process("r", "abc", SamplingParams(), arrival_time=when)
+    (child,) = processor().process("r", "a", SamplingParams(), arrival_time=3).engine_requests
+    assert type(child.arrival_time) is float
 
 
 def test_huge_integers_are_refused_by_name():

@@ -162,3 +162,18 @@ def test_damaged_gguf_settings_are_named(monkeypatch, key, value):
     monkeypatch.setattr("octavo.engine.tokenizer.GGUFFile", Fake)
     with pytest.raises(ModelLoadError, match=rf"x\.gguf: tokenizer\.{key}"):
         load_tokenizer("x.gguf")
+
+
+def test_a_token_that_is_there_twice_is_named():
+    """Only one of its ids could be encoded, and the other would decode to nothing."""
+    tokens = [*GOOD["tokenizer.ggml.tokens"], "twice", "twice"]
+    types = {"tokenizer.ggml.token_type": [1] * len(tokens)}
+    with pytest.raises(ModelLoadError, match=r"x\.gguf: tokenizer\.ggml\.tokens: 'twice'"):
+        build_bpe({**GOOD, **types, "tokenizer.ggml.tokens": tokens}, "x.gguf")
+
+
+def test_a_folder_may_be_called_gguf(tmp_path):
+    folder = tmp_path / "model.gguf"
+    folder.mkdir()
+    save(folder)
+    assert load_tokenizer(folder).encode("a")
