@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from octavo.config.resolve import make_args
-from octavo.engine.input_processor import Prompt
+from octavo.engine.input_processor import ProcessedInput, Prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -27,10 +28,11 @@ class LLM:
     `octavo.config.engine.EngineArgs`, by vLLM's names; unknown ones raise ConfigError.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self._engine: LLMEngine | None = None
         self._ids = count()
-        self._engine = LLMEngine(make_args({"model": str(model), **settings}))
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self._engine = LLMEngine(make_args({"model": name, **settings}))
 
     @property
     def engine(self) -> LLMEngine:
@@ -53,16 +55,15 @@ class LLM:
         InvalidRequestError names the field. A request that fails while running ends with
         finish_reason "error" and leaves the others alone.
         """
+        requests = self._process(prompts, sampling_params, priority)
         finished = {}
-        ids: list[str] = []
-        with tqdm(total=0, disable=not use_tqdm, desc="Requests", dynamic_ncols=True) as bar:
-            for output in self._run(
-                prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, ids
-            ):
-                bar.total = len(ids)
+        with tqdm(
+            total=len(requests), disable=not use_tqdm, desc="Requests", dynamic_ncols=True
+        ) as bar:
+            for output in self._run(requests, RequestOutputKind.FINAL_ONLY):
                 finished[output.request_id] = output
                 bar.update()
-        return [finished[request_id] for request_id in ids]
+        return [finished[request_id] for request_id in requests]
 
     def stream(
         self,
@@ -77,11 +78,9 @@ class LLM:
         is new, unless SamplingParams.output_kind says otherwise. Closing the iterator aborts what
         still runs.
         """
-        ids: list[str] = []
-        index_of: dict[str, str] = {}
-        for output in self._run(prompts, sampling_params, priority, None, ids):
-            if not index_of:
-                index_of = {request_id: str(index) for index, request_id in enumerate(ids)}
+        requests = self._process(prompts, sampling_params, priority)
+        index_of = {request_id: str(index) for index, request_id in enumerate(requests)}
+        for output in self._run(requests, None):
             output.request_id = index_of[output.request_id]
             yield output
 
@@ -154,14 +153,13 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _run(
+    def _process(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        kind: RequestOutputKind | None,
-        ids: list[str],
-    ) -> Iterator[RequestOutput]:
+    ) -> dict[str, ProcessedInput]:
+        """Every prompt checked, by the request id that it gets, in order; nothing runs yet."""
         engine = self.engine
         batch = _as_list(prompts)
         if sampling_params is None:
@@ -169,28 +167,30 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
         now = time.monotonic()
-        requests = [
-            (name := f"req-{next(self._ids)}", engine.process(name, prompt, param, rank, now))
+        return {
+            (name := f"req-{next(self._ids)}"): engine.process(name, prompt, param, rank, now)
             for prompt, param, rank in zip(batch, params, priorities, strict=True)
-        ]
+        }
+
+    def _run(
+        self, requests: Mapping[str, ProcessedInput], kind: RequestOutputKind | None
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they come. kind None: as the parameters say, else deltas."""
+        engine = self.engine
         sink: deque[RequestOutput] = deque()
+        num_unfinished = len(requests)
         try:
-            for param, (request_id, processed) in zip(params, requests, strict=True):
-                ids.append(request_id)
-                engine.queue(
-                    request_id,
-                    processed,
-                    kind or param.output_kind or RequestOutputKind.DELTA,
-                    sink,
-                )
-            num_unfinished = len(ids)
+            for request_id, processed in requests.items():
+                asked = processed.engine_requests[0].sampling_params.output_kind
+                engine.queue(request_id, processed, kind or asked or RequestOutputKind.DELTA, sink)
             while num_unfinished:
-                engine.wait_for(sink, ids)
+                engine.wait_for(sink, requests)
                 output = sink.popleft()
                 num_unfinished -= output.finished
                 yield output
         finally:
-            engine.abort(ids)
+            if num_unfinished:  # not `abort`: the garbage collector may be who closes this
+                engine.abort_soon(requests)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

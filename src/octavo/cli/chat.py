@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 from octavo.cli.options import (
@@ -114,17 +111,12 @@ class Session:
         self._last = None
         answer = ""
         try:
-            with (
-                _deferred_interrupt() as interrupted,
-                closing(self._llm.stream(self._llm.render_chat(asked), self._params)) as stream,
-            ):
+            with closing(self._llm.stream(self._llm.render_chat(asked), self._params)) as stream:
                 for output in stream:
                     piece = output.outputs[0].text
                     answer += piece
                     print(piece, end="", flush=True)
                     self._last = output
-                    if interrupted() and not output.finished:
-                        raise KeyboardInterrupt
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         print()
@@ -132,32 +124,6 @@ class Session:
             print(f"! {error}")
         elif answer:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the next piece of the answer; the result says if it was pressed.
-
-    Breaking off amid a step may leave the engine in no state to go on. Pressed again, Ctrl-C does
-    so all the same.
-    """
-    pressed = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: False  # somebody else decides what Ctrl-C means
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def describe(output: RequestOutput) -> str:

@@ -7,8 +7,8 @@ flight. The scheduler's counters are built for that, so nothing else knows about
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from octavo import env
 from octavo.config.engine import EngineConfig
@@ -69,12 +69,15 @@ class EngineCore:
         """True while requests live, steps are not settled, or the runner must still free slots."""
         return self.scheduler.has_work()
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(
+        self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> list[EngineCoreOutput]:
         """Launch what can be launched, then settle the oldest step in flight.
 
-        May be called again after a KeyboardInterrupt: a wait that is cut short loses nothing. What
-        breaks planning or settling itself leaves the scheduler's state unknown: it is raised as it
-        is, and from then on every call raises EngineDeadError, as after shutdown.
+        `waiting` is entered while the result is waited for, the only part that an interrupt may cut
+        short: nothing is lost, and step may be called again. What breaks planning or settling
+        itself leaves the scheduler's state unknown: it is raised as it is, and from then on every
+        call raises EngineDeadError, as after shutdown.
         """
         self._check_alive()
         while len(self._in_flight) < self._depth and self._launch():
@@ -82,8 +85,9 @@ class EngineCore:
         if not self._in_flight:
             return []
         plan, pending = self._in_flight[0]
-        result = pending.collect()  # waits; the step stays the oldest if that is interrupted
-        with self._dead_if_it_fails():
+        with waiting():
+            result = pending.collect()  # the step stays the oldest if this is interrupted
+        with self.dead_if_it_fails():
             self._in_flight.popleft()
             if isinstance(result, Exception):
                 logger.error("step %d failed; its requests end", plan.step_id, exc_info=result)
@@ -110,7 +114,7 @@ class EngineCore:
 
     def _launch(self) -> bool:
         """Plan a step and queue it; False if there is nothing to run."""
-        with self._dead_if_it_fails():
+        with self.dead_if_it_fails():
             plan = self.scheduler.schedule()
             if plan.empty:
                 return False
@@ -123,7 +127,7 @@ class EngineCore:
             raise EngineDeadError(self._death)
 
     @contextmanager
-    def _dead_if_it_fails(self) -> Iterator[None]:
+    def dead_if_it_fails(self) -> Iterator[None]:
         """Whatever escapes the block ends the engine: a plan or a result may be half applied."""
         try:
             yield

@@ -5,8 +5,6 @@ The offline facade and, later, the server's front end drive requests through thi
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import deque
 from collections.abc import Iterable
 from itertools import takewhile
@@ -14,13 +12,14 @@ from typing import Any
 
 from octavo.config.engine import EngineArgs, EngineConfig
 from octavo.config.resolve import resolve
-from octavo.core.scheduler_output import SchedulerStats
+from octavo.core.scheduler_output import EngineCoreOutput, SchedulerStats
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ProcessedInput
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.turns import InterruptGate, Turns
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.outputs import RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
@@ -29,10 +28,11 @@ from octavo.worker.device import probe_device
 
 
 class LLMEngine:
-    """Owns an EngineCore. Calls from several threads take turns; each step runs under one lock.
+    """Owns an EngineCore. Calls from several threads take turns, a step at a time.
 
     Outputs of a request that was queued with a `sink` go there, whoever drives the engine; those of
-    the others are returned by `step`.
+    the others are returned by `step`. Ctrl-C takes effect only where a turn waits for a result, or
+    between turns, so no output of any request is lost. `Turns.take` says who cannot have a turn.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -49,8 +49,8 @@ class LLMEngine:
         self._sinks: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
         self._recorded: SchedulerStats | None = None
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._to_abort: deque[str] = deque()
+        self._turns = Turns()
 
     @property
     def config(self) -> EngineConfig:
@@ -87,9 +87,11 @@ class LLMEngine:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> ProcessedInput:
-        """The first half of add_request: every check that does not depend on what is running."""
-        with self._lock:
-            return self._inputs.process(request_id, prompt, params, priority, arrival_time)
+        """The first half of add_request: every check that does not depend on what is running.
+
+        Takes no turn: a long text is no reason for the others to wait.
+        """
+        return self._inputs.process(request_id, prompt, params, priority, arrival_time)
 
     def queue(
         self,
@@ -100,23 +102,26 @@ class LLMEngine:
     ) -> None:
         """The second half of add_request. With a `sink`, outputs are appended there."""
         children = processed.engine_requests
-        with self._lock:
-            self._outputs.add_request(request_id, processed.prompt_text, children, output_kind)
+        parent = self._outputs.prepare(request_id, processed.prompt_text, children, output_kind)
+        with self._turns.take():
+            self._abort_queued()
+            self._outputs.add(parent)
             try:
                 for child in children:
                     self._core.add_request(child)
             except OctavoError:
-                self.abort([request_id])
+                self._abort([request_id])
                 raise
             if sink is not None:
                 self._sinks[request_id] = sink
 
     def step(self) -> list[RequestOutput]:
         """Run the loop once; returns the news of requests that have no sink."""
-        with self._lock:
-            self._pump()
+        with self._turns.take() as gate:
+            self._pump(gate)
+            gate.let_through()  # rather now than when the news are on their way to the caller
             unclaimed, self._unclaimed = self._unclaimed, []
-            return unclaimed
+        return unclaimed
 
     def wait_for(self, sink: deque[RequestOutput], request_ids: Iterable[str]) -> None:
         """Run the loop until the sink has an output.
@@ -124,51 +129,76 @@ class LLMEngine:
         Raises EngineDeadError if none of the requests lives any more: nothing would ever come.
         """
         while not sink:
-            with self._lock:
+            with self._turns.take() as gate:
                 if sink:
                     return
                 if not any(self._outputs.has_request(name) for name in request_ids):
                     raise EngineDeadError("the requests ended without an output")
-                self._pump()
+                self._pump(gate)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests; returns their last outputs. Unknown ids are ignored."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        with self._lock:
-            outputs, children = self._outputs.abort(request_ids)
-            self._core.abort(children)
-            for output in outputs:
-                if (sink := self._sinks.pop(output.request_id, None)) is not None:
-                    sink.append(output)
-            return outputs
+        with self._turns.take():
+            return self._abort(request_ids)
+
+    def abort_soon(self, request_ids: Iterable[str]) -> None:
+        """Like abort, but done by the next call; never waits and never fails.
+
+        For finalisers: the garbage collector runs them in any thread, amid any step.
+        """
+        self._to_abort.extend(request_ids)
 
     def has_work(self) -> bool:
         """True while a request lives or a launched step is not settled."""
-        return self._core.has_work()
+        return bool(self._to_abort) or self._core.has_work()
 
     def drain(self) -> None:
         """Run the loop until nothing lives and nothing is in flight."""
-        with self._lock:
-            while self.has_work():
-                self._pump()
+        with self._turns.take() as gate:
+            self._drain(gate)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
-        with self._lock:
+        with self._turns.take() as gate:
+            self._abort_queued()
             if not self._outputs.num_requests:
-                self.drain()
+                self._drain(gate)
             return self._core.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Stop the worker. May be called twice."""
-        with self._lock:
+        """Stop the worker. May be called twice; does nothing in a forked child, which has none."""
+        if self._turns.forked:
+            return
+        with self._turns.take() as gate, gate.open():
             self._core.shutdown()
 
-    def _pump(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineDeadError("the worker thread did not survive fork(); make an engine here")
-        outputs, stopped = self._outputs.process(self._core.step())
+    def _abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        outputs, children = self._outputs.abort(request_ids)
+        self._core.abort(children)
+        for output in outputs:
+            if (sink := self._sinks.pop(output.request_id, None)) is not None:
+                sink.append(output)
+        return outputs
+
+    def _abort_queued(self) -> None:
+        while self._to_abort:
+            self._abort([self._to_abort.popleft()])
+
+    def _drain(self, gate: InterruptGate) -> None:
+        while self.has_work():
+            self._pump(gate)
+
+    def _pump(self, gate: InterruptGate) -> None:
+        self._abort_queued()
+        news = self._core.step(gate.open)
+        with self._core.dead_if_it_fails():  # nobody would get this news a second time
+            self._deliver(news)
+        self._record_plans()
+
+    def _deliver(self, news: list[EngineCoreOutput]) -> None:
+        outputs, stopped = self._outputs.process(news)
         if stopped:
             self._core.abort(stopped)
         for output in outputs:
@@ -179,7 +209,6 @@ class LLMEngine:
             sink.append(output)
             if output.finished:
                 del self._sinks[output.request_id]
-        self._record_plans()
 
     def _record_plans(self) -> None:
         """Every plan made since the last call; with overlap that may be none or several."""

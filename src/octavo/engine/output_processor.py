@@ -8,7 +8,8 @@ overlapped steps, tokens still arrive for a request that has just ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -38,16 +39,24 @@ class _Completion:
 
     request_id: str
     """The id that the core knows."""
-    parent: _ParentRequest
+    parent: ParentRequest
     output: CompletionOutput
     """Everything so far; its text stays empty until it is asked for."""
     detokenizer: IncrementalDetokenizer | None
     times: CompletionTimes = field(default_factory=CompletionTimes)
     num_sent_tokens: int = 0
     unsent_text: list[str] = field(default_factory=list)
+    """For deltas only."""
     changed: bool = False
     """There is news since the last output."""
     num_preemptions: int = 0
+
+    def add_text(self, text: str) -> None:
+        """Text that the detokenizer released."""
+        if text:
+            self.changed = True
+            if self.parent.kind is RequestOutputKind.DELTA:
+                self.unsent_text.append(text)
 
     def cumulative(self) -> CompletionOutput:
         """Everything so far, as a copy that later news does not change."""
@@ -75,8 +84,8 @@ class _Completion:
 
 
 @dataclass(slots=True, eq=False)
-class _ParentRequest:
-    """A request as the caller knows it."""
+class ParentRequest:
+    """A request as the caller knows it, of `OutputProcessor.prepare`."""
 
     request_id: str
     prompt: str | None
@@ -126,12 +135,12 @@ class _ParentRequest:
 
 
 class OutputProcessor:
-    """Live requests of the front end. Not thread-safe."""
+    """Live requests of the front end. Not thread-safe, except `prepare`."""
 
     def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics | None = None) -> None:
         self.metrics = metrics or EngineMetrics()
         self._tokenizer = tokenizer
-        self._parents: dict[str, _ParentRequest] = {}
+        self._parents: dict[str, ParentRequest] = {}
         self._completions: dict[str, _Completion] = {}
         self._decoded: dict[int, str] = {}
 
@@ -144,20 +153,20 @@ class OutputProcessor:
         """Live requests."""
         return len(self._parents)
 
-    def add_request(
+    def prepare(
         self,
         request_id: str,
         prompt_text: str | None,
         engine_requests: Sequence[EngineRequest],
         output_kind: RequestOutputKind | None = None,
-    ) -> None:
-        """Expect news of these completions. output_kind None: the one in the sampling params."""
-        ids = [request_id, *(r.request_id for r in engine_requests)]
-        if any(self.has_request(i) for i in ids):
-            raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+    ) -> ParentRequest:
+        """What `add` takes: all the work that may be long. Changes nothing.
+
+        output_kind None: the one in the sampling params.
+        """
         first = engine_requests[0]
         params = first.sampling_params
-        parent = _ParentRequest(
+        parent = ParentRequest(
             request_id=request_id,
             prompt=prompt_text,
             prompt_token_ids=list(
@@ -179,7 +188,14 @@ class OutputProcessor:
                 )
             completion = _Completion(request.request_id, parent, output, detokenizer)
             parent.completions.append(completion)
-        self._parents[request_id] = parent
+        return parent
+
+    def add(self, parent: ParentRequest) -> None:
+        """Expect news of it. Raises InvalidRequestError if one of its ids is in use."""
+        ids = [parent.request_id, *(c.request_id for c in parent.completions)]
+        if any(self.has_request(i) for i in ids):
+            raise InvalidRequestError("request_id", f"{parent.request_id!r} is already running")
+        self._parents[parent.request_id] = parent
         self._completions.update({c.request_id: c for c in parent.completions})
 
     def process(
@@ -191,20 +207,14 @@ class OutputProcessor:
         still runs them (a stop string): the core must abort these.
         """
         now = time.monotonic() if now is None else now
-        parents: dict[str, _ParentRequest] = {}
+        parents: dict[str, ParentRequest] = {}
         to_abort = []
         for news in core_outputs:
             completion = self._completions.get(news.request_id)
             if completion is None:
                 continue
-            try:
+            with self._ends_alone(completion, now):
                 self._apply(completion, news, now)
-            except Exception as exc:
-                # A bug met by one request must not end the others.
-                logger.exception("output of request %s failed", news.request_id)
-                completion.output.error = f"{type(exc).__name__}: {exc}"
-                if not completion.output.finished:
-                    self._finish(completion, FinishReason.ERROR, None, now)
             if completion.output.finished and news.finish_reason is None:
                 to_abort.append(completion.request_id)
             parents[completion.parent.request_id] = completion.parent
@@ -218,28 +228,37 @@ class OutputProcessor:
         Returns their last outputs and the ids of the completions that the core must abort.
         """
         now = time.monotonic() if now is None else now
-        parents: dict[str, _ParentRequest] = {}
+        parents: dict[str, ParentRequest] = {}
         to_abort = []
         for request_id in request_ids:
             parent = self._parents.get(request_id)
             if parent is None:
                 continue
             for completion in parent.completions:
-                if not completion.output.finished:
+                if completion.output.finished:
+                    continue
+                to_abort.append(completion.request_id)
+                with self._ends_alone(completion, now):
                     if completion.detokenizer is not None:
-                        text = completion.detokenizer.update((), finished=True)
-                        completion.unsent_text.append(text)
-                    to_abort.append(completion.request_id)
+                        completion.add_text(completion.detokenizer.update((), finished=True))
                     self._finish(completion, FinishReason.ABORT, None, now)
             parents[request_id] = parent
         return self._outputs_of(parents.values()), to_abort
 
-    def _outputs_of(self, parents: Iterable[_ParentRequest]) -> list[RequestOutput]:
-        outputs = []
-        for parent in parents:
-            if (output := parent.make_output()) is not None:
-                outputs.append(output)
-        return outputs
+    def _outputs_of(self, parents: Iterable[ParentRequest]) -> list[RequestOutput]:
+        outputs = (parent.make_output() for parent in parents)
+        return [output for output in outputs if output is not None]
+
+    @contextmanager
+    def _ends_alone(self, completion: _Completion, now: float) -> Iterator[None]:
+        """What goes wrong with a completion is its error: a bug must not reach the others."""
+        try:
+            yield
+        except Exception as exc:
+            logger.exception("output of request %s failed", completion.request_id)
+            completion.output.error = f"{type(exc).__name__}: {exc}"
+            if not completion.output.finished:
+                self._finish(completion, FinishReason.ERROR, None, now)
 
     def _apply(self, completion: _Completion, news: EngineCoreOutput, now: float) -> None:
         parent, metrics = completion.parent, completion.parent.metrics
@@ -270,9 +289,7 @@ class OutputProcessor:
             stop_token=news.finish_reason is FinishReason.STOP,
             finished=news.finish_reason is not None,
         )
-        if text:
-            completion.unsent_text.append(text)
-            completion.changed = True
+        completion.add_text(text)
         return detokenizer.num_tokens - before
 
     def _add_tokens(
@@ -296,7 +313,7 @@ class OutputProcessor:
         metrics.last_token_time = now
         metrics.num_generation_tokens += num_tokens
 
-    def _add_prompt_logprobs(self, parent: _ParentRequest, scores: Iterable[TokenLogprobs]) -> None:
+    def _add_prompt_logprobs(self, parent: ParentRequest, scores: Iterable[TokenLogprobs]) -> None:
         if parent.prompt_logprobs is not None:
             parent.prompt_logprobs += [self._logprobs(s) for s in scores]
 
@@ -307,17 +324,22 @@ class OutputProcessor:
         stop_reason: int | str | None,
         now: float,
     ) -> None:
+        """Forget the completion; what cannot be counted is logged, for nobody is left to fail."""
         completion.output.finish_reason = reason
         completion.output.stop_reason = stop_reason
         completion.changed = True
         del self._completions[completion.request_id]
-        self.metrics.record_completion(completion.times, reason)
         parent = completion.parent
         parent.num_running -= 1
         if parent.finished:
             del self._parents[parent.request_id]
             parent.metrics.finished_time = now
-            self.metrics.record_request(parent.metrics, len(parent.prompt_token_ids))
+        try:
+            self.metrics.record_completion(completion.times, reason)
+            if parent.finished:
+                self.metrics.record_request(parent.metrics, len(parent.prompt_token_ids))
+        except Exception:
+            logger.exception("request %s is missing in the metrics", completion.request_id)
 
     def _logprobs(self, scores: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token first, then the top k, each id once."""

@@ -24,7 +24,8 @@ def add(outputs: OutputProcessor, request_id="r", prompt="abc", kind=None, **par
     processed = INPUTS.process(
         request_id, prompt, SamplingParams(max_tokens=None, **params), arrival_time=100.0
     )
-    outputs.add_request(request_id, processed.prompt_text, processed.engine_requests, kind)
+    children = processed.engine_requests
+    outputs.add(outputs.prepare(request_id, processed.prompt_text, children, kind))
 
 
 def news(ids=(), request_id="r", reason=None, **more) -> EngineCoreOutput:
@@ -316,6 +317,57 @@ def test_a_bug_in_one_request_leaves_the_others_alone(caplog):
     assert [o.outputs[0].finish_reason for o in found] == [FinishReason.ERROR, None]
     assert "no scores" in found[0].outputs[0].error
     assert "bad" in caplog.text
+
+
+def fails(*_, **__):
+    raise ValueError("said no")
+
+
+def test_a_failure_to_count_a_request_ends_nobody(monkeypatch, caplog):
+    """Metrics are the last thing done for a request: it and the others are delivered all the same."""
+    outputs = OutputProcessor(TINY)
+    for name in ("a", "b", "c"):
+        add(outputs, name)
+    monkeypatch.setattr(outputs.metrics, "record_request", fails)
+    (a, b), _ = outputs.process([news("x", "a", FinishReason.LENGTH), news("y", "b")])
+    assert [(a.finished, b.finished, b.outputs[0].text)] == [(True, False, "y")]
+    monkeypatch.setattr(outputs.metrics, "record_completion", fails)
+    (b, c), to_abort = outputs.abort(["b", "c"])
+    assert (b.finished, c.finished, to_abort) == (True, True, ["b", "c"])
+    assert outputs.num_requests == 0
+    assert "said no" in caplog.text
+
+
+def test_a_failed_output_that_cannot_be_counted_hits_no_neighbour(monkeypatch):
+    outputs = OutputProcessor(TINY)
+    add(outputs, "bad", logprobs=1)
+    add(outputs, "good")
+    monkeypatch.setattr(outputs.metrics, "record_request", fails)
+    (bad, good), to_abort = outputs.process([news("x", "bad"), news("y", "good")])
+    assert (to_abort, bad.outputs[0].finish_reason) == (["bad"], FinishReason.ERROR)
+    assert good.outputs[0].text == "y"
+
+
+def test_an_abort_that_fails_for_one_request_reaches_the_others():
+    outputs = OutputProcessor(TINY)
+    add(outputs, "bad")
+    add(outputs, "good")
+    outputs._completions["bad"].detokenizer.update = fails
+    (bad, good), to_abort = outputs.abort(["bad", "good"])
+    assert to_abort == ["bad", "good"]
+    assert (bad.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "abort")
+    assert not outputs.num_requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_waits_to_be_sent_for_deltas_only(kind):
+    """The other kinds never ask for it: it would only grow."""
+    outputs = OutputProcessor(TINY)
+    add(outputs, kind=kind)
+    outputs.process([news("a")])
+    completion = outputs._completions["r"]
+    outputs._apply(completion, news("b"), 0.0)
+    assert completion.unsent_text == (["b"] if kind is RequestOutputKind.DELTA else [])
 
 
 def test_ids_may_not_cross():

@@ -26,8 +26,8 @@ def tiny(model: Path, **settings: Any) -> Iterator[LLM]:
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 8}
     with LLM(str(model), **{**defaults, **settings}) as llm:
         yield llm
+        llm.engine.drain()
         core = llm.engine.core
-        core.drain()
         core.scheduler.check_integrity()
         assert core.scheduler.is_idle_clean()
         assert runner_of(llm).slots.num_free == core.config.scheduler.max_num_seqs

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM
-from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
 from octavo.outputs import RequestOutputKind
 from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, tiny, tokens
 
@@ -82,14 +82,40 @@ def test_nothing_works_after_shutdown(tiny_model: Path) -> None:
         run(llm, [[1]], PARAMS)
 
 
-def test_a_forked_child_is_told_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker thread stays in the parent: waiting for it would never end."""
+def test_wrong_calls_show_no_progress(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny(tiny_model) as llm:
-        run(llm, [[1, 2]], PARAMS)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: -1)
-            with pytest.raises(EngineDeadError, match="fork"):
-                run(llm, [[1, 2]], PARAMS)
+        with pytest.raises(InvalidRequestError):
+            llm.generate([[1], [10**6]], PARAMS)
+        assert capsys.readouterr().err == ""
+        llm.generate([[1], [2]], PARAMS)
+        assert "2/2" in capsys.readouterr().err
+
+
+def test_a_long_text_does_not_take_turns(tiny_model: Path) -> None:
+    """Its checks, tokens and stop strings are made while another thread is at work."""
+    with tiny(tiny_model) as llm, ThreadPoolExecutor(1) as other:
+        with llm.engine._turns.take():
+            done = other.submit(llm.engine.process, "a", [5], PARAMS)
+            assert done.result(timeout=20).engine_requests[0].request_id == "a"
+
+
+def test_the_model_is_a_path_or_a_name(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True}
+    for model in (None, 5, "", b"x"):
+        with pytest.raises(ConfigError, match="model="):
+            LLM(model, **settings)  # type: ignore[arg-type]
+    folder = tmp_path / "model.gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text((tiny_model / "config.json").read_text())
+    with LLM(folder, **settings) as llm:
+        assert len(tokens(run(llm, [[5]], PARAMS))[0]) == 8
+
+
+def test_a_block_of_absurd_size_is_refused_by_name(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM(str(tiny_model), load_format="dummy", skip_tokenizer_init=True, block_size=10**9)
+    with tiny(tiny_model, block_size=4096, max_num_seqs=2) as llm:
+        assert len(tokens(run(llm, [[5]], PARAMS))[0]) == 8
 
 
 def test_output_kind_of_a_stream(tiny_model: Path) -> None:

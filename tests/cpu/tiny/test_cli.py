@@ -210,17 +210,17 @@ def session(llm: LLM, **settings: Any) -> Session:
     return Session(llm, SamplingParams(**{**params, **settings}), None)
 
 
-def press(key: Callable[[], None], after: int) -> Callable[[EngineCore], list[EngineCoreOutput]]:
+def press(key: Callable[[], None], after: int) -> Callable[..., list[EngineCoreOutput]]:
     """EngineCore.step that presses a key amid its `after`-th call."""
     calls = 0
     step = EngineCore.step
 
-    def stepping(self: EngineCore) -> list[EngineCoreOutput]:
+    def stepping(self: EngineCore, *waiting: Any) -> list[EngineCoreOutput]:
         nonlocal calls
         calls += 1
         if calls == after:
             key()
-        return step(self)
+        return step(self, *waiting)
 
     return stepping
 

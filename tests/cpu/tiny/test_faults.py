@@ -90,10 +90,14 @@ def test_request_that_cannot_be_admitted_ends_alone(
             plan = llm.engine.core.scheduler.schedule
             plans = []
 
+            [bystander] = llm.engine.process("3", BYSTANDER, PARAMS).engine_requests
+
             def then_bystander() -> Any:
                 plans.append(plan())
-                if len(plans) == 1:
-                    llm.engine.add_request("3", BYSTANDER, PARAMS)
+                if len(plans) == 1:  # amid a turn: not by engine.add_request
+                    outputs = llm.engine._outputs
+                    outputs.add(outputs.prepare("3", None, [bystander]))
+                    llm.engine.core.add_request(bystander)
                 return plans[-1]
 
             patch.setattr(llm.engine.core.scheduler, "schedule", then_bystander)
@@ -231,7 +235,7 @@ def test_dead_engine_says_so(overlap: bool, tiny_model: Path) -> None:
         engine.abort(["late"])
 
 
-@pytest.mark.parametrize("broken", ["schedule", "update", "execute"])
+@pytest.mark.parametrize("broken", ["schedule", "update", "execute", "process"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug")])
 def test_half_applied_step_ends_the_engine(
     broken: str,
@@ -240,7 +244,7 @@ def test_half_applied_step_ends_the_engine(
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What escapes planning or settling is raised as it is, then every call names it."""
+    """What escapes planning, settling or delivery is raised as it is, then every call names it."""
     with LLM(
         str(tiny_model),
         load_format="dummy",
@@ -248,7 +252,8 @@ def test_half_applied_step_ends_the_engine(
         async_scheduling=overlap,
     ) as llm:
         core = llm.engine.core
-        owner = core._executor if broken == "execute" else core.scheduler
+        owners = {"execute": core._executor, "process": llm.engine._outputs}
+        owner = owners.get(broken, core.scheduler)
         monkeypatch.setattr(owner, broken, fail_at(2, getattr(owner, broken), error))
         with pytest.raises(type(error)):
             run(llm, PROMPTS, PARAMS)
