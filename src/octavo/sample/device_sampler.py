@@ -9,12 +9,14 @@ one kernel for greedy rows, one more for random ones, one for cuts, one for scor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.kernels.triton import sampling, sampling_cut
+from octavo.kernels.triton.launch import Launcher
 from octavo.outputs import TokenLogprobs
 from octavo.sample.device_edits import Edits
 from octavo.sample.logprobs import top_tokens
@@ -29,6 +31,8 @@ ERRORS = {
 }
 _LOWEST = torch.finfo(torch.float32).min
 _TOP_ELEMENTS = 1 << 24  # logits searched for top tokens at a time: bounds the temporaries
+RESULTS_KEPT = 4
+"""Launches whose results stay readable; two steps are in flight at most."""
 _RANDOM = Feature.RANDOM | Feature.RANDOM_CUT
 
 
@@ -38,34 +42,27 @@ class TopTokens:
 
     rows: list[int]
     token_ids: Tensor
-    """(rows, k) int64."""
+    """(rows, k) int64, on the host once the launch has run."""
     logprobs: Tensor
-    """(rows, k) fp32."""
+    """(rows, k) fp32, likewise."""
 
 
 @dataclass(slots=True)
 class DeviceSample:
-    """What one launch gives, on the device until `to_host`. Row numbers are those of the logits."""
+    """What one launch gives. Row numbers are those of the logits."""
 
     token_ids: Tensor
-    """(rows,) int32 on the device; 0 for rows that failed, so that a next step has a valid id."""
+    """(rows,) int32 on the device, until the next launch; 0 for rows that failed, so that a next
+    step has a valid id."""
     results: Tensor
-    """(rows, 4) int32: token, error code, rank, bits of the fp32 logprob."""
+    """(rows, 4) int32 that the host can read once the launch has run: token, error code, rank, bits
+    of the fp32 logprob. Kernels write it to pinned memory themselves: no copy has to be queued."""
     scored: list[int] = field(default_factory=list)
     """Rows whose request asked for logprobs."""
     top: list[TopTokens] = field(default_factory=list)
-    on_host: bool = False
-
-    def to_host(self) -> None:
-        """Queue the copies to pinned memory on the current stream; they may still be under way."""
-        self.results = _copied(self.results)
-        for top in self.top:
-            top.token_ids, top.logprobs = _copied(top.token_ids), _copied(top.logprobs)
-        self.on_host = True
 
     def collect(self) -> CollectedSample:
-        """Plain data as from SamplerOutput.collect; after to_host, once the copies are done."""
-        assert self.on_host, "collect() before to_host()"
+        """Plain data as from SamplerOutput.collect, once the launch has run."""
         tokens, codes, ranks, _ = self.results.T.tolist()
         errors = {row: ERRORS[code] for row, code in enumerate(codes) if code}
         for row in errors:
@@ -102,6 +99,13 @@ class _Plan:
     """How many tokens, rows, and the rows on the device, int64."""
 
 
+class _Kernels(NamedTuple):
+    scan: Launcher
+    draw: Launcher
+    cut: Launcher
+    score: Launcher
+
+
 class DeviceSampler:
     """Samples one token a row. Launches share scratch memory, so they belong on one stream."""
 
@@ -120,6 +124,15 @@ class DeviceSampler:
         self._no_work = torch.empty(1, 1, dtype=torch.float32, device=device)
         self._no_work_rows = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self._plan: _Plan | None = None
+        self._token_ids = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        self._results = torch.empty(max_num_seqs, 2, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._host = [
+            torch.zeros(max_num_seqs, 4, dtype=torch.int32, pin_memory=pinned)
+            for _ in range(RESULTS_KEPT)
+        ]
+        self._turn = 0
+        self._kernels: dict[tuple[int, bool], _Kernels] = {}
 
     def launch(
         self,
@@ -144,9 +157,9 @@ class DeviceSampler:
         assert logits.shape == (num_rows, self._vocab_size)
         assert num_rows <= self._max_num_seqs
         plan = self._plan_of(slots_host, state)
-        token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
-        results = torch.empty(num_rows, 4, dtype=torch.int32, device=self._device)
-        sample = DeviceSample(token_ids, results, plan.scored)
+        self._turn = (self._turn + 1) % RESULTS_KEPT
+        host = self._host[self._turn]
+        sample = DeviceSample(self._token_ids[:num_rows], host[:num_rows], plan.scored)
         if not num_rows:
             return sample
         work, work_rows = self._no_work, self._no_work_rows
@@ -155,23 +168,32 @@ class DeviceSampler:
             work_rows = plan.edits.work_rows
         raw = logits, logits.stride(0)
         inputs = *raw, work, work_rows, rows, state.table, self._scratch
-        outputs = results, token_ids, history, num_tokens
-        write = {"HISTORY_LEN": history.shape[1], "WRITE_BACK": write_back}
+        outputs = self._results, host, self._token_ids, history, num_tokens
+        kernels = self._kernels_of(history.shape[1], write_back)
         grid = self._options["NUM_CHUNKS"], num_rows
-        sampling.scan[grid](*inputs, *outputs, **write, **self._options)
+        kernels.scan(grid, *inputs, *outputs)
         if plan.features & _RANDOM:
-            sampling.draw[grid](*inputs, self._block_bounds, *outputs, **write, **self._options)
+            kernels.draw(grid, *inputs, self._block_bounds, *outputs)
         if plan.features & Feature.RANDOM_CUT:
-            scratch = self._block_bounds, self._lists
-            sampling_cut.cut[(num_rows,)](*inputs, *scratch, *outputs, **write, **self._cut_options)
+            kernels.cut((num_rows,), *inputs, self._block_bounds, self._lists, *outputs)
         if plan.scored:
             norms = torch.zeros(num_rows, 2, dtype=torch.float32, device=self._device)
-            sampling.score[grid](
-                *raw, rows, state.table, self._scratch, results, norms, **self._options
-            )
+            kernels.score(grid, *raw, rows, state.table, self._scratch, *outputs[:2], norms)
             for k, members, index in plan.top:
                 sample.top += self._top(logits, k, members, index, norms)
         return sample
+
+    def _kernels_of(self, history_len: int, write_back: bool) -> _Kernels:
+        key = history_len, write_back
+        if key not in self._kernels:
+            write = {"HISTORY_LEN": history_len, "WRITE_BACK": write_back}
+            self._kernels[key] = _Kernels(
+                Launcher(sampling.scan, **write, **self._options),
+                Launcher(sampling.draw, **write, **self._options),
+                Launcher(sampling_cut.cut, **write, **self._cut_options),
+                Launcher(sampling.score, **self._options),
+            )
+        return self._kernels[key]
 
     def _plan_of(self, slots: list[int], state: SamplingState) -> _Plan:
         plan = self._plan
@@ -211,7 +233,7 @@ class DeviceSampler:
             values, ids = top_tokens(logits.index_select(0, part).float(), k)
             row_max, log_mass = norms.index_select(0, part)[:, :, None].unbind(1)
             scores = ((values - row_max) - log_mass).clamp_(min=_LOWEST)
-            found.append(TopTokens(members[start : start + step], ids, scores))
+            found.append(TopTokens(members[start : start + step], _copied(ids), _copied(scores)))
         return found
 
 
@@ -219,6 +241,4 @@ def _copied(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    # The copy may run on another stream than the one that the memory goes back to.
-    tensor.record_stream(torch.cuda.current_stream())
     return host.copy_(tensor, non_blocking=True)

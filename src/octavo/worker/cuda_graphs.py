@@ -23,10 +23,11 @@ MAX_TOKENS = 512
 def bucket_sizes(limit: int) -> list[int]:
     """Token buckets up to `limit` and MAX_TOKENS, rising; the last one is as large as allowed.
 
-    Steps of 8 waste at most an eighth from 64 tokens on; small steps cost as much as larger ones.
+    Steps of 8 waste at most an eighth from 64 tokens on. Fewer than 8 tokens cost no less than 8: the
+    weights are read either way, and cuBLAS is slower with one row (docs/log.md).
     """
     limit = min(limit, MAX_TOKENS)
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, MAX_TOKENS + 1, 16)]
+    sizes = [*range(8, 257, 8), *range(272, MAX_TOKENS + 1, 16)]
     return [size for size in sizes if size < limit] + [limit]
 
 

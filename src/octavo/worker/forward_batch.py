@@ -32,6 +32,8 @@ class ForwardBatch:
     """(S,) int64 rows of the hidden states that are sampled."""
     sample_slots: torch.Tensor
     """(S,) int32 or int64: `sampled_slots` on the device."""
+    bucket: int | None = None
+    """The CUDA graph that runs it, if any."""
 
 
 def build_common_metadata(

@@ -1,4 +1,4 @@
-"""The model runner of a GPU: inputs made on the device, CUDA graphs, results on a copy stream."""
+"""The model runner of a GPU: inputs made on the device, CUDA graphs, results written to the host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from octavo.worker.step_inputs import StepInputs
 
 
 @dataclass(slots=True)
-class CopiedSample:
-    """A sample on its way to the host."""
+class QueuedSample:
+    """A sample whose kernels write it to the host's memory."""
 
     sample: DeviceSample
-    copied: torch.cuda.Event
+    sampled: torch.cuda.Event
 
     def collect(self) -> CollectedSample:
-        """Wait for the copy; see PendingSample."""
-        self.copied.synchronize()
+        """Wait for the kernels; see PendingSample."""
+        self.sampled.synchronize()
         return self.sample.collect()
 
 
@@ -43,8 +43,9 @@ class GpuModelRunner(ModelRunner):
             self.slots, scheduler.max_num_batched_tokens, self._block_size, self._device
         )
         self._sampler = DeviceSampler(scheduler.max_num_seqs, model.vocab_size, self._device)
-        self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: CudaGraphs | None = None
+        self._last_step: tuple[list[int], list[int], list[int], list[str]] | None = None
+        self._last_batch: ForwardBatch
         with torch.inference_mode():
             if not config.enforce_eager:
                 self._graphs = self._capture()
@@ -92,28 +93,34 @@ class GpuModelRunner(ModelRunner):
         sampled_rows: list[int],
         sampled_ids: list[str],
     ) -> ForwardBatch:
+        # Decoding, a step is mostly like the last one: nothing is staged or made anew for it.
+        step = (slots, query_lens, sampled_rows, sampled_ids)
+        if step == self._last_step:
+            self._inputs.fill_again()
+            return self._last_batch
         num_tokens, num_requests = sum(query_lens), len(slots)
-        padded = (num_requests, num_tokens)
+        padded, bucket = (num_requests, num_tokens), None
         if self._graphs is not None and (bucket := self._graphs.bucket(num_tokens)) is not None:
             padded = (min(bucket, self._max_num_seqs), bucket)
         self._inputs.fill(slots, query_lens, sampled_rows, padded)
         num_sampled = len(sampled_rows)
-        return ForwardBatch(
+        self._last_step = step
+        self._last_batch = ForwardBatch(
             sampled_ids=sampled_ids,
             sampled_slots=[slots[row] for row in sampled_rows],
             num_tokens=num_tokens,
+            bucket=bucket,
             input_ids=self._inputs.input_ids[:num_tokens],
             common=self._inputs.common(num_requests, num_tokens),
             logits_indices=self._inputs.logits_indices[:num_sampled],
             sample_slots=self._inputs.sample_slots[:num_sampled],
         )
+        return self._last_batch
 
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._graphs is not None:
-            bucket = self._graphs.bucket(batch.num_tokens)
-            if bucket is not None:
-                hidden = self._graphs.replay(bucket)
-                return hidden[: batch.num_tokens], self._logits[: len(batch.sampled_ids)]
+        if self._graphs is not None and batch.bucket is not None:
+            hidden = self._graphs.replay(batch.bucket)
+            return hidden[: batch.num_tokens], self._logits[: len(batch.sampled_ids)]
         hidden = self._model.forward(
             batch.input_ids,
             batch.common,
@@ -136,7 +143,7 @@ class GpuModelRunner(ModelRunner):
         self._model.compute_logits(picked, out=self._logits[:num_requests])
         return hidden
 
-    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> CopiedSample:
+    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> QueuedSample:
         sample = self._sampler.launch(
             logits,
             batch.sampled_slots,
@@ -146,9 +153,6 @@ class GpuModelRunner(ModelRunner):
             self.slots.num_tokens,
             self.slots.num_prompt_tokens,
         )
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            sample.to_host()
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        return CopiedSample(sample, copied)
+        sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        sampled.record()
+        return QueuedSample(sample, sampled)

@@ -29,7 +29,8 @@ class PinnedRing:
         if total > len(self._buffers[self._next]):
             self._buffers[self._next] = self._allocate(2 * total)
         buffer = self._buffers[self._next]
-        np.concatenate(parts, out=buffer.numpy()[:total])
+        if parts:
+            np.concatenate(parts, out=buffer.numpy()[:total])
         return buffer
 
     def release(self) -> None:

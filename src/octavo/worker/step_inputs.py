@@ -32,6 +32,18 @@ class StepInputs:
         self._block_tables = zeros(max_num_seqs, max_blocks)
         self.logits_indices = zeros(max_num_seqs, dtype=torch.int64)
         self.sample_slots = zeros(max_num_seqs)
+        self._outputs = (
+            self.input_ids,
+            self._positions,
+            self._slot_mapping,
+            self._seq_lens,
+            self._query_start_loc,
+            self._block_tables,
+            self.logits_indices,
+            self.sample_slots,
+        )
+        self._staged = self._staging.stage([])
+        self._counts, self._padded = (0, 0, 0), (0, 0)
 
     def fill(
         self,
@@ -45,29 +57,26 @@ class StepInputs:
         slots, query_lens: R ints; sampled_rows: which of the R get a token; padded: requests and
         tokens, padding included.
         """
+        self._staging.release()  # the steps so far are the last to read what they share
         starts = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
         sampled = np.full(len(slots), -1, dtype=np.int32)
         sampled[sampled_rows] = np.arange(len(sampled_rows))
-        staged = self._staging.stage([np.asarray(slots, dtype=np.int32), starts, sampled])
+        self._staged = self._staging.stage([np.asarray(slots, dtype=np.int32), starts, sampled])
+        self._counts = len(slots), int(starts[-1]), len(sampled_rows)
+        self._padded = padded
+        self.fill_again()
+
+    def fill_again(self) -> None:
+        """The next step of the same requests with the same numbers of tokens."""
         prepare_step(
-            staged,
+            self._staged,
             (self._slots.token_ids, self._slots.block_table, self._slots.num_computed_tokens),
-            (
-                self.input_ids,
-                self._positions,
-                self._slot_mapping,
-                self._seq_lens,
-                self._query_start_loc,
-                self._block_tables,
-                self.logits_indices,
-                self.sample_slots,
-            ),
-            (len(slots), int(starts[-1]), len(sampled_rows)),
-            padded,
+            self._outputs,
+            self._counts,
+            self._padded,
             self._block_size,
         )
-        self._staging.release()
 
     def common(self, num_requests: int, num_tokens: int) -> CommonAttentionMetadata:
         """Views of the inputs for a step of this size, padding included."""

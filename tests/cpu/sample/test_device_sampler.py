@@ -71,7 +71,6 @@ def launch(batch: Batch, logits: Tensor, slots: list[int], **options: Any) -> Co
         torch.tensor(batch.prompt_len, dtype=torch.int32),
         **{"write_back": False, **options},
     )
-    sample.to_host()
     tokens, errors, logprobs = sample.collect()
     assert sample.token_ids.tolist() == [max(token, 0) for token in tokens]
     return tokens, errors, logprobs

@@ -79,24 +79,11 @@ def scratch(max_num_seqs: int, chunk: int, vocab: int, device: torch.device) -> 
 
 @triton.jit
 def scan(
-    logits,
-    stride,
-    work,
-    work_rows,
-    rows,
-    table,
-    scratch,
-    results,
-    token_ids,
-    history,
+    logits, stride, work, work_rows, rows, table, scratch, results, host, token_ids, history,
     num_tokens,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HISTORY_LEN: tl.constexpr,
-    WRITE_BACK: tl.constexpr,
-):
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
+):  # fmt: skip
     """Row maxima and errors; ends greedy and failed rows."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
@@ -127,34 +114,20 @@ def scan(
         features = tl.load(table + slot * TABLE_WIDTH + FEATURES).to(tl.int32)
         if (code != OK) | ((features & (RANDOM | RANDOM_CUT)) == 0):
             finish(
-                row, slot, token, code, results, token_ids, history, num_tokens,
+                row, slot, token, code, results, host, token_ids, history, num_tokens,
                 HISTORY_LEN, WRITE_BACK,
             )  # fmt: skip
         else:
-            tl.store(results + row * 4 + 1, code)
+            tl.store(results + row * 2 + 1, code)
 
 
 @triton.jit
 def draw(
-    logits,
-    stride,
-    work,
-    work_rows,
-    rows,
-    table,
-    scratch,
-    block_bounds,
-    results,
-    token_ids,
-    history,
-    num_tokens,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HISTORY_LEN: tl.constexpr,
-    WRITE_BACK: tl.constexpr,
-):
+    logits, stride, work, work_rows, rows, table, scratch, block_bounds, results, host, token_ids,
+    history, num_tokens,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
+):  # fmt: skip
     """Gumbel arg-max of random rows over the whole vocabulary; ends those without cuts.
 
     Rows with cuts leave their blocks' bounds and largest distances in block_bounds, (max_num_seqs,
@@ -166,7 +139,7 @@ def draw(
     features = tl.load(settings + FEATURES).to(tl.int32)
     if (features & (RANDOM | RANDOM_CUT)) == 0:
         return
-    if tl.load(results + row * 4 + 1) != OK:
+    if tl.load(results + row * 2 + 1) != OK:
         return
     state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
     row_max, top = unpack(tl.load(state + FINAL_KEY))
@@ -206,25 +179,16 @@ def draw(
             tl.store(state + CUT_MASS, mass)
         else:
             finish(
-                row, slot, token, OK, results, token_ids, history, num_tokens,
+                row, slot, token, OK, results, host, token_ids, history, num_tokens,
                 HISTORY_LEN, WRITE_BACK,
             )  # fmt: skip
 
 
 @triton.jit
 def score(
-    logits,
-    stride,
-    rows,
-    table,
-    scratch,
-    results,
-    norms,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    logits, stride, rows, table, scratch, results, host, norms,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Logprob and rank of the tokens of rows that ask, from raw logits.
 
     norms: (rows, 2) fp32, filled for the same rows: maximum and log of the mass.
@@ -234,11 +198,11 @@ def score(
     features = tl.load(table + slot * TABLE_WIDTH + FEATURES).to(tl.int32)
     if (features & LOGPROBS) == 0:
         return
-    if tl.load(results + row * 4 + 1) != OK:
+    if tl.load(results + row * 2 + 1) != OK:
         return
     state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
     raw_max, _column = unpack(tl.load(state + RAW_KEY))
-    token = tl.load(results + row * 4)
+    token = tl.load(results + row * 2)
     chosen = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     raw = load_logits(logits, stride, logits, -1, row, columns, VOCAB)
@@ -252,7 +216,7 @@ def score(
         rank = tl.sum(load_parts(parts + NUM_CHUNKS, 0, NUM_CHUNKS, PADDED)) + 1
         log_mass = tl.log(mass.to(tl.float64) * (1.0 / WEIGHT_ONE)).to(tl.float32)
         score = tl.maximum((chosen - raw_max) - log_mass, LOWEST)
-        tl.store(results + row * 4 + 2, rank.to(tl.int32))
-        tl.store(results + row * 4 + 3, score.to(tl.int32, bitcast=True))
+        tl.store(host + row * 4 + 2, rank.to(tl.int32))
+        tl.store(host + row * 4 + 3, score.to(tl.int32, bitcast=True))
         tl.store(norms + row * 2, raw_max)
         tl.store(norms + row * 2 + 1, log_mass)

@@ -270,6 +270,7 @@ def cut(
     block_bounds,
     lists,
     results,
+    host,
     token_ids,
     history,
     num_tokens,
@@ -289,7 +290,7 @@ def cut(
     settings = table + slot * TABLE_WIDTH
     if (tl.load(settings + FEATURES).to(tl.int32) & RANDOM_CUT) == 0:
         return
-    if tl.load(results + row * 4 + 1) != OK:
+    if tl.load(results + row * 2 + 1) != OK:
         return
     state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
     row_max, top = unpack(tl.load(state + FINAL_KEY))
@@ -334,5 +335,5 @@ def cut(
                 )  # fmt: skip
                 is_cut = token != top
     finish(
-        row, slot, token, OK, results, token_ids, history, num_tokens, HISTORY_LEN, WRITE_BACK
+        row, slot, token, OK, results, host, token_ids, history, num_tokens, HISTORY_LEN, WRITE_BACK
     )  # fmt: skip

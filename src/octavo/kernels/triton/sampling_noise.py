@@ -158,24 +158,18 @@ def load_parts(parts, other, NUM_PROGRAMS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def finish(
-    row,
-    slot,
-    token,
-    code,
-    results,
-    token_ids,
-    history,
-    num_tokens,
-    HISTORY_LEN: tl.constexpr,
-    WRITE_BACK: tl.constexpr,
-):
+    row, slot, token, code, results, host, token_ids, history, num_tokens,
+    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
+):  # fmt: skip
     """Stores the row's token (0 if it failed) and appends it to the request's history.
 
     The only writer of num_tokens: no other program of the row may still have to read it.
     """
     token = tl.where(code == 0, token, 0)
-    tl.store(results + row * 4, token)
-    tl.store(results + row * 4 + 1, code)
+    tl.store(results + row * 2, token)
+    tl.store(results + row * 2 + 1, code)
+    tl.store(host + row * 4, token)
+    tl.store(host + row * 4 + 1, code)
     tl.store(token_ids + row, token)
     if WRITE_BACK:
         position = tl.load(num_tokens + slot)

@@ -6,9 +6,12 @@ The torch twin is `worker.forward_batch.build_common_metadata`.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import Launcher
 
 BLOCK = 1024
 
@@ -27,13 +30,16 @@ def _write_segments(arena, staged, num_segments, BLOCK: tl.constexpr):
         tl.store(arena + target + index - begin, tl.load(values + index, mask=inside), mask=inside)
 
 
+_launch_write = Launcher(_write_segments, BLOCK=BLOCK, num_warps=4)
+
+
 def write_segments(arena: torch.Tensor, staged: torch.Tensor, num_segments: int) -> None:
     """Scatter runs of values into `arena` (int32).
 
     staged: int32, readable from the GPU: num_segments targets in the arena, num_segments + 1 offsets
     into the values, then the values.
     """
-    _write_segments[(num_segments,)](arena, staged, num_segments, BLOCK=BLOCK, num_warps=4)
+    _launch_write((num_segments,), arena, staged, num_segments)
 
 
 @triton.jit(
@@ -133,16 +139,11 @@ def prepare_step(
     and sample_slots int32 (requests). counts: requests, tokens, sampled rows; padded: requests and
     tokens with padding, which is empty requests and tokens of id 0, position 0 and slot -1.
     """
-    token_ids, block_table, _ = slots
-    _prepare[(padded[0] + 1,)](
-        staged,
-        *slots,
-        *outputs,
-        *counts,
-        *padded,
-        token_ids.shape[1],
-        block_table.shape[1],
-        BLOCK_SIZE=block_size,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+    widths = slots[0].shape[1], slots[1].shape[1]
+    launch = _launch_prepare(block_size)
+    launch((padded[0] + 1,), staged, *slots, *outputs, *counts, *padded, *widths)
+
+
+@cache
+def _launch_prepare(block_size: int) -> Launcher:
+    return Launcher(_prepare, BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4)

@@ -26,6 +26,7 @@ _TYPES = {
     "block_bounds": "*fp32",
     "lists": "*fp32",
     "results": "*i32",
+    "host": "*i32",
     "token_ids": "*i32",
     "history": "*i32",
     "num_tokens": "*i32",
