@@ -22,8 +22,8 @@ VERBS = {
     "generate": "complete prompts given as arguments, a file or standard input",
     "chat": "talk to a model in the terminal",
     "info": "parameters, KV bytes and FLOPs a token of a model, and what fits this machine",
-    "explain": "each resolved setting and why",
-    "bench": "measure latency or throughput",
+    "explain": "each resolved setting and why, or what a step must do",
+    "bench": "measure latency, throughput, the prefix cache or one GPU step",
     "kernels": "the matmul kernel lab: list, bench, asm, roofline, report",
 }
 
