@@ -260,30 +260,12 @@ def _is_cut(
 
 @triton.jit
 def cut(
-    logits,
-    stride,
-    work,
-    work_rows,
-    rows,
-    table,
-    scratch,
-    block_bounds,
-    lists,
-    results,
-    host,
-    token_ids,
-    history,
-    num_tokens,
-    VOCAB: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    LIST_TILE: tl.constexpr,
-    LIST_SIZE: tl.constexpr,
-    HISTORY_LEN: tl.constexpr,
-    WRITE_BACK: tl.constexpr,
-):
+    logits, stride, work, work_rows, rows, table, scratch, block_bounds, lists, results, host,
+    token_ids, history, num_tokens,
+    VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, TILE: tl.constexpr, LIST_TILE: tl.constexpr,
+    LIST_SIZE: tl.constexpr, HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
+):  # fmt: skip
     """Redraws until the token is not cut, and ends the row. The first draw is in token_ids."""
     row = tl.program_id(0)
     slot = tl.load(rows + row)
