@@ -52,28 +52,11 @@ def write_segments(arena: torch.Tensor, staged: torch.Tensor, num_segments: int)
     ]
 )
 def _prepare(
-    staged,
-    token_ids,
-    block_table,
-    num_computed_tokens,
-    input_ids,
-    positions,
-    slot_mapping,
-    seq_lens,
-    query_start_loc,
-    block_tables,
-    logits_indices,
-    sample_slots,
-    num_requests,
-    num_tokens,
-    num_sampled,
-    padded_requests,
-    padded_tokens,
-    max_model_len,
-    max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    staged, token_ids, block_table, num_computed_tokens, input_ids, positions, slot_mapping,
+    seq_lens, query_start_loc, block_tables, logits_indices, sample_slots, num_requests, num_tokens,
+    num_sampled, padded_requests, padded_tokens, max_model_len, max_blocks,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # staged: slots[num_requests], starts[num_requests + 1], sampled row or -1 [num_requests]
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
