@@ -51,8 +51,8 @@ def engine(model: Any, **settings: Any) -> Iterator[LLM]:
     """An LLM that is shut down, with a check that it gave back every block and request slot."""
     with LLM(str(model), **{"max_model_len": 1024, "max_num_seqs": 16, **settings}) as llm:
         yield llm
+        llm.engine.drain()
         core = llm.engine.core
-        core.drain()
         core.scheduler.check_integrity()
         stats = core.stats()
         assert stats.num_running == stats.num_waiting == 0

@@ -53,7 +53,7 @@ def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     stream = llm.stream(list(TEXTS), dataclasses.replace(GREEDY, max_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
-    llm.engine.core.drain()
+    llm.engine.drain()
     stats = llm.engine.core.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.num_free_blocks == stats.num_blocks

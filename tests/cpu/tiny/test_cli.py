@@ -250,7 +250,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
         assert len(chat.messages) == kept + 2
         assert "[stopped]" not in capsys.readouterr().out
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        llm.engine.core.drain()
+        llm.engine.drain()
         assert llm.engine.core.scheduler.is_idle_clean()
 
 
