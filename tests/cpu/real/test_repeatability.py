@@ -106,24 +106,30 @@ def test_preempted_equals_solo(
         assert llm.engine.core.stats().num_preemptions > 0
 
 
+@pytest.fixture(scope="module")
+def alone(dtype: str, smollm2_path: Path) -> list[Any]:
+    """As `solo`, with 16 tokens each."""
+    settings = {"async_scheduling": False, "enable_prefix_caching": False}
+    with engine(smollm2_path, dtype=dtype, max_num_batched_tokens=1024, **settings) as llm:
+        return [
+            fingerprint(llm.generate(prompt, param, use_tqdm=False)[0])
+            for prompt, param in zip(prompts(), params(max_tokens=16), strict=True)
+        ]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_prompt_in_every_chunk_size(
-    chunk: int, overlap: bool, dtype: str, smollm2_path: Path
+    chunk: int, overlap: bool, dtype: str, alone: list[Any], smollm2_path: Path
 ) -> None:
     """What the tests above leave out for time: all prompts in small chunks, and longer outputs."""
-    plain = {"enable_prefix_caching": False, "dtype": dtype}
-    with engine(smollm2_path, async_scheduling=False, max_num_batched_tokens=1024, **plain) as llm:
-        alone = [
-            fingerprint(llm.generate(prompt, param, use_tqdm=False)[0])
-            for prompt, param in zip(prompts(), params(max_tokens=16), strict=True)
-        ]
     with engine(
         smollm2_path,
+        dtype=dtype,
         async_scheduling=overlap,
         long_prefill_token_threshold=chunk,
         max_num_batched_tokens=max(chunk, 16),
-        **plain,
+        enable_prefix_caching=False,
     ) as llm:
         assert run(llm, max_tokens=16) == alone
