@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from tests.cpu.kernels.triton.compile_harness import Case, compile_cases
 
+from octavo.config.resolve import GPU_BLOCK_SIZES
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import NewRequestData, SchedulerOutput
-from octavo.kernels.triton.step_inputs import write_segments
+from octavo.kernels.triton.step_inputs import BLOCK, _prepare, _write_segments, write_segments
 from octavo.sampling_params import SamplingParams
 from octavo.worker.forward_batch import build_common_metadata
 from octavo.worker.pinned import PinnedRing
@@ -17,6 +19,11 @@ from octavo.worker.request_slots import RequestSlots
 from octavo.worker.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
+WIDE = {"positions", "slot_mapping", "logits_indices"}
+NUMBERS = {
+    "num_requests", "num_tokens", "num_sampled", "padded_requests", "padded_tokens", "max_model_len",
+    "max_blocks",
+}  # fmt: skip
 
 
 def admitted(lengths: list[tuple[int, int]], block_size: int, max_num_seqs: int) -> RequestSlots:
@@ -113,3 +120,25 @@ def test_ring_reuses_its_buffers_in_turn_and_grows() -> None:
         seen.append(buffer.data_ptr())
         ring.release()
     assert seen[1] == seen[3] == seen[5]
+
+
+def prepare_case(block_size: int) -> Case:
+    """As StepInputs launches it, with a history and a table whose widths divide by nothing."""
+    options = {"BLOCK_SIZE": block_size, "BLOCK": BLOCK, "num_warps": 4}
+    types = {
+        name: "i32" if name in NUMBERS else "*i64" if name in WIDE else "*i32"
+        for name in _prepare.arg_names
+        if name not in options
+    }
+    return Case.of_launch(_prepare, types, options, f"prepare {block_size}")
+
+
+def test_kernels_compile_for_hopper() -> None:
+    types = {"arena": "*i32", "staged": "*i32", "num_segments": "i32"}
+    write = Case.of_launch(_write_segments, types, {"BLOCK": BLOCK, "num_warps": 4}, "write")
+    kernels = compile_cases([write, *map(prepare_case, GPU_BLOCK_SIZES)])
+    for label, kernel in kernels.items():
+        assert kernel.spill_bytes == 0, label
+        assert kernel.shared_bytes == 0, label
+        assert kernel.registers <= 64, f"{label}: {kernel.registers}"  # all slots of an SM at once
+        assert "div." not in kernel.ptx, label  # block sizes are powers of two
