@@ -1,17 +1,21 @@
-"""Executor for one rank in this process: a worker thread launches steps in order.
+"""Executor for one rank in this process: it launches steps in order, and whoever asks for a result waits.
 
-The thread is what makes overlap possible on a CPU: the core plans step N+1 while it computes step N.
-On a GPU launching only queues work; whoever asks for a result waits for it.
+A worker thread is what makes overlap possible on a CPU: the core plans step N+1 while it computes step
+N. On a GPU launching returns at once by itself.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from octavo.config.engine import Decision, EngineConfig
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from octavo.worker.model_runner import LaunchedStep
 from octavo.worker.worker import Worker
+
+Result = TypeVar("Result")
 
 
 class PendingStep:
@@ -32,13 +36,16 @@ class PendingStep:
 
 
 class InlineExecutor:
-    """Loads the model at construction; all device work is queued by one thread of its own.
+    """Loads the model at construction. An error of construction is raised as it is.
 
-    An error of construction is raised as it is and leaves no thread behind.
+    On a CPU all device work happens on one thread of its own, on a GPU in the caller's: launching
+    only queues, and passing it to a thread would cost more than most of it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
+        self._thread: Executor = _CallersThread()
+        if config.device == "cpu":
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
         try:
             self._worker = self._thread.submit(Worker, config).result()
         except BaseException:
@@ -61,3 +68,15 @@ class InlineExecutor:
     def shutdown(self) -> None:
         """Finish queued steps and end the thread."""
         self._thread.shutdown(wait=True)
+
+
+class _CallersThread(Executor):
+    """An executor without a thread: `submit` runs the call, and keeps what it raised."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

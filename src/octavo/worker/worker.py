@@ -32,14 +32,15 @@ GRAPH_RESERVE = 1 << 30
 class Worker:
     """Life cycle: construct (weights are loaded), `size_pool`, `initialise`, then `launch` per step.
 
-    All calls come from one thread, whose current CUDA stream is set at construction.
+    On a GPU all its work goes to one stream of its own, whichever thread calls.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._device = torch.device(config.device)
+        self._stream: torch.cuda.Stream | None = None
         if config.device == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._backend = self._make_backend()
         self._model = load_model(
             config.model, self._backend, self._device, config.seed, config.linear_backend
@@ -69,7 +70,8 @@ class Worker:
         scores. Raises ConfigError if not even one block of the asked size fits.
         """
         if self._config.device == "cuda":
-            peak = _peak_gpu_bytes(self._run_dummy)
+            with torch.cuda.stream(self._stream):
+                peak = _peak_gpu_bytes(self._run_dummy)
             available = engine_share(self._config, probe_device("cuda")) - peak - GRAPH_RESERVE
         else:
             available = available_memory()
@@ -81,14 +83,16 @@ class Worker:
 
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
         """Allocate the KV cache and the runner."""
-        kv_caches = self._allocate(num_blocks)
         runner = CpuModelRunner if config.device == "cpu" else GpuModelRunner
-        self._runner = runner(config, self._model, self._backend, kv_caches, self._device)
+        with torch.cuda.stream(self._stream):
+            kv_caches = self._allocate(num_blocks)
+            self._runner = runner(config, self._model, self._backend, kv_caches, self._device)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step."""
         assert self._runner is not None, "initialise() comes first"
-        return self._runner.launch(plan)
+        with torch.cuda.stream(self._stream):
+            return self._runner.launch(plan)
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """One tensor a layer. Only the null block is zeroed (it is read for keys that are not
