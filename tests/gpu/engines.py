@@ -75,7 +75,7 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
     with LLM(str(model), **{**defaults, **settings}) as llm:
         yield llm
         core = llm.engine.core
-        core.drain()
+        llm.engine.drain()
         core.scheduler.check_integrity()
         stats = core.stats()
         assert stats.num_running == stats.num_waiting == 0

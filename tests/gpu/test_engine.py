@@ -197,7 +197,7 @@ def test_aborts_and_arrivals_leave_nothing_behind(model: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        llm.engine.core.drain()
+        llm.engine.drain()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + (1 << 20)
 
