@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(rows, size)
     if rows:
         options = launch_options(size)
-        _silu_and_mul[(rows, -(-size // options["BLOCK"]))](x, out, **options)
+        launch(_silu_and_mul, (rows, -(-size // options["BLOCK"])), x, out, **options)
     return out
 
 

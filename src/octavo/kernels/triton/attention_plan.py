@@ -15,6 +15,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 SPLIT_SIZE = 256
 """Keys whose partial result is one unit, at absolute positions from 0."""
@@ -135,7 +136,7 @@ def plan_attention(
     requests = len(seq_lens)
     if requests > shape.capacity:
         raise KernelError(f"{requests} requests do not fit a plan for {shape.capacity}")
-    _plan[(1,)](
-        query_start_loc, seq_lens, plan, requests, num_programs, workspace_rows,
+    launch(
+        _plan, (1,), query_start_loc, seq_lens, plan, requests, num_programs, workspace_rows,
         SHAPE=shape, num_warps=4,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 
 # Ids may start anywhere in a buffer; that must not be another compilation.
@@ -42,7 +43,7 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = weight.new_empty(tokens, hidden)
     if tokens:
         options = launch_options(vocab, hidden)
-        _embed[(tokens, -(-hidden // options["BLOCK"]))](ids, weight, out, **options)
+        launch(_embed, (tokens, -(-hidden // options["BLOCK"])), ids, weight, out, **options)
     return out
 
 

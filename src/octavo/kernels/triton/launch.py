@@ -48,3 +48,15 @@ class Launcher:
             *args,
             *self._constants,
         )
+
+
+_LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)` by a Launcher that is kept for these options."""
+    key = (id(kernel), *options.values())  # its own hash is computed anew each time
+    launcher = _LAUNCHERS.get(key)
+    if launcher is None:
+        launcher = _LAUNCHERS[key] = Launcher(kernel, **options)
+    launcher(grid, *args)

@@ -14,6 +14,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def linear_by_tile(
     if rows:
         options = launch_options(tile, k % tile.block_k == 0, bias is not None)
         programs = -(-rows // tile.block_m) * -(-n // tile.block_n)
-        _fixed_linear[(programs,)](x, weight, bias, y, rows, n // 8, k // 8, **options)
+        launch(_fixed_linear, (programs,), x, weight, bias, y, rows, n // 8, k // 8, **options)
     return y
 
 

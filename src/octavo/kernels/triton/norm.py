@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def rms_norm(
     summed = x if residual is None else residual
     if rows:
         options = launch_options(hidden, residual is not None)
-        _rms_norm[(rows,)](x, summed, weight, out, eps, **options)
+        launch(_rms_norm, (rows,), x, summed, weight, out, eps, **options)
     return out, summed
 
 

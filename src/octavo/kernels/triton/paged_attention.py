@@ -25,6 +25,7 @@ from octavo.kernels.triton.attention_reduction import (
     store_rows,
 )
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 _SMALL_ROWS = tl.constexpr(SMALL_ROWS)
 _SMALL_TILES = tl.constexpr(SMALL_TILES)
@@ -294,11 +295,11 @@ def paged_attention(
     strides = (query.stride(0), step.block_tables.stride(0), kv_cache.stride(0))
     small, large = launch_options(shape, False), launch_options(shape, True)
     if not step.only_small:
-        attend_large[(num_sms * programs_per_sm(shape, True),)](
-            *shared, workspace.tickets[1], *strides, factor, **large
-        )
-    attend_small[(num_sms * programs_per_sm(shape, False),)](
-        *shared, workspace.tickets[0], *strides, factor,
+        grid = (num_sms * programs_per_sm(shape, True),)
+        launch(attend_large, grid, *shared, workspace.tickets[1], *strides, factor, **large)
+    grid = (num_sms * programs_per_sm(shape, False),)
+    launch(
+        attend_small, grid, *shared, workspace.tickets[0], *strides, factor,
         workspace.partial_out, workspace.partial_state, workspace.arrivals, len(query), **small,
     )  # fmt: skip
     return out

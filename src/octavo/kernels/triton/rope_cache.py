@@ -11,6 +11,7 @@ import torch
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 
 
 @triton.jit
@@ -130,8 +131,8 @@ def rope_and_cache(
     if tokens:
         options = launch_options(num_heads, num_kv_heads, head_dim, block_size, q_norm is not None)
         grid = (tokens, -(-heads // options["BLOCK_HEADS"]))
-        _rope_and_cache[grid](
-            qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query,
+        launch(
+            _rope_and_cache, grid, qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query,
             kv_cache.stride(0), eps, **options,
         )  # fmt: skip
     return query

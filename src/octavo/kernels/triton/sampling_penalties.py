@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.triton.lang import tl, triton
+from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.sampling_noise import (
     FREQUENCY,
     PRESENCE,
@@ -93,7 +94,9 @@ def penalize(
     """
     rows, vocab = len(slots), work.shape[1]
     counts = torch.zeros(rows, vocab, dtype=torch.int32, device=work.device)
-    _count[(_SPLIT, rows)](
+    launch(
+        _count,
+        (_SPLIT, rows),
         counts,
         slots,
         history,
@@ -105,7 +108,9 @@ def penalize(
         SPLIT=_SPLIT,
     )
     chunk = 1024
-    _penalize[(-(-vocab // chunk), rows)](
+    launch(
+        _penalize,
+        (-(-vocab // chunk), rows),
         work,
         counts,
         work_rows,
