@@ -11,6 +11,7 @@ import itertools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -37,8 +38,8 @@ SKIPPED = {"decode": 2, "prefill": 0}
 """Of these, not in the table: the first ones after the profiler has started meet an idle GPU."""
 HOST_PARTS = ("schedule", "launch", "collect", "update")
 Times = dict[str, list[float]]
-"""Microseconds, a list over the steps, of: each of HOST_PARTS; the rest of the loop; "work", all of
-these but collect, which waits for the GPU; and the whole "step"."""
+"""Microseconds, a list over the steps, of: each of HOST_PARTS; the rest of the loop; "work", what the
+host's processors do for a step: all of these but collect, which waits; and the whole "step"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,11 +62,13 @@ class StepKind:
 def host_clock(core: Any) -> Iterator[dict[str, float]]:
     """Seconds spent in an EngineCore's calls are added up in what is yielded, to be cleared a step.
 
-    The clocks are put around the calls, and taken away at the end. launch runs on the worker thread.
+    The clocks are put around the calls, and taken away at the end. On a CPU, launch runs on the
+    executor's thread: what other threads than this one spend counts as "beside", not under its name.
     """
-    spent = dict.fromkeys(HOST_PARTS, 0.0)
+    spent = dict.fromkeys((*HOST_PARTS, "beside"), 0.0)
     executor = core._executor
     execute = executor.execute
+    loop = threading.get_ident()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -73,7 +76,8 @@ def host_clock(core: Any) -> Iterator[dict[str, float]]:
             try:
                 return function(*args)
             finally:
-                spent[name] += time.perf_counter() - start
+                where = name if threading.get_ident() == loop else "beside"
+                spent[where] += time.perf_counter() - start
 
         return call
 
@@ -101,10 +105,13 @@ def time_steps(core: Any, steps: int, run: Callable[[], float]) -> Times:
     with host_clock(core) as spent:
         for _ in range(steps):
             seconds = run()
-            parts = {**spent, "rest": seconds, "work": seconds, "step": seconds}
-            spent.update(dict.fromkeys(HOST_PARTS, 0.0))
-            parts["rest"] -= parts["schedule"] + parts["collect"] + parts["update"]
-            parts["work"] += parts["launch"] - parts["collect"]
+            parts = spent.copy()
+            spent.update(dict.fromkeys(spent, 0.0))
+            beside = parts.pop("beside")
+            parts["rest"] = seconds - sum(parts.values())
+            parts["launch"] += beside
+            parts["work"] = seconds - parts["collect"] + beside
+            parts["step"] = seconds
             for name, value in parts.items():
                 times.setdefault(name, []).append(value * 1e6)
     return times

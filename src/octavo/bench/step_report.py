@@ -105,8 +105,8 @@ def summary(result: Mapping[str, Any]) -> str:
         f"{result['phase']}, {result['batch_size']} x {result['context']} tokens: {step['median']:.1f} us "
         f"a step (p10 {step['p10']:.1f}, p90 {step['p90']:.1f}), {result['tokens_per_s']:.0f} tokens/s, "
         f"{result['ceiling_us'] / step['median']:.2f} of the ceiling",
-        f"host us a step: {host['work']:.0f} of work ({parts}); "
-        f"collect, which waits for the GPU, {host['collect']:.0f}",
+        f"CPU work a step: {host['work']:.0f} us ({parts}); "
+        f"waiting for the GPU (collect): {host['collect']:.0f} us",
         f"under the profiler: {found['span_us']:.1f} us from first to last kernel, "
         f"{gap['total']:.1f} of them in gaps ({gap['median']:.2f} each)",
     ]

@@ -130,8 +130,8 @@ class StepProfile:
     """A row an operation: name; known; calls a step (kernels in a row are one call); median_us of a
     call; total_us of a step, the mean."""
     figures: dict[str, Any]
-    """Medians over the steps in us: span_us, first to last kernel of a step; gap_us, idle time between
-    its kernels (median and total); idle_us, from its last kernel to the next step's first (median and
+    """Medians over the steps in us: span_us, from a step's first event to its last; gap_us, idle time
+    between them (median and total); idle_us, from the last one to the next step's first (median and
     p99; None for one step). And num_steps, and num_before: events outside of them."""
 
 
@@ -142,17 +142,14 @@ def profile_steps(events: Iterable[Event], num_layers: int, skip: int = 0) -> St
     steps = [label_step(step, num_layers) for step in found[skip:]]
     if not steps:
         raise ValueError(f"{len(found)} whole steps in {len(ordered)} GPU events")
-    # A copy to the host on a stream of its own delays nothing.
-    streams = {event.stream for event in ordered if not is_memory(event)}
     spans, gaps, idle = [], [], []
     end_us: float | None = None
     for step in steps:
-        busy = [event for _, _, event in step if event.stream in streams]
-        start_us = busy[0].start_us
+        start_us = step[0].event.start_us
         if end_us is not None:
             idle.append(max(0.0, start_us - end_us))
         end_us, step_gaps = start_us, []
-        for event in busy:
+        for _, _, event in step:
             step_gaps.append(max(0.0, event.start_us - end_us))
             end_us = max(end_us, event.start_us + event.duration_us)
         spans.append(end_us - start_us)

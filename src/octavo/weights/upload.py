@@ -32,8 +32,9 @@ class FileRange:
 class FileUpload:
     """Copies file ranges into GPU tensors in the background; leaving the `with` block waits for all.
 
-    Reads bypass the memory map of the files: one large read a chunk is what disks are fast at. All
-    copies are queued on the default stream, so whatever runs on it later sees the data.
+    Reads bypass the memory map of the files: one large read a chunk is what disks are fast at. The
+    copies are queued on the default stream, whatever the creator's is, and have run when the block
+    has ended: from then on any stream may use the tensors. Until then only the default stream may.
     """
 
     def __init__(self, device: torch.device) -> None:

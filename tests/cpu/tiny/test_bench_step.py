@@ -26,9 +26,10 @@ from octavo.bench.step_trace import (
 from octavo.cli import main
 from octavo.config.step_cost import H200, Operation, step_operations
 from octavo.errors import ConfigError, OctavoError
+from octavo.executor.inline import _CallersThread
 from tests.cpu.tiny.helpers import tiny
 
-COMPUTE, COPY = 7, 13
+STREAM = 7
 INDEX = "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)"
 TO_HOST, FILL = "Memcpy DtoH (Device -> Pinned)", "Memset (Device)"
 STRANGE = "void at::native::(anonymous namespace)::stranger<float>(float*)"
@@ -91,22 +92,18 @@ EAGER = [
 def trace(
     kernels: Sequence[tuple[str, str]], start: float, gap: float = 1.0, duration: float = 2.0
 ) -> list[Event]:
-    """The kernels one after the other, and a copy of the result that overlaps with what comes next."""
+    """The kernels one after the other."""
     pitch = gap + duration
-    events = [
-        Event(name, start + pitch * index, duration, COMPUTE)
+    return [
+        Event(name, start + pitch * index, duration, STREAM)
         for index, (name, _) in enumerate(kernels)
     ]
-    return [*events, Event(TO_HOST, events[-1].start_us + duration + 0.5, 9.0, COPY)]
 
 
 @pytest.mark.parametrize("kernels", [GRAPH, EAGER], ids=["graph", "eager"])
 def test_every_kernel_is_what_its_place_says(kernels: list[tuple[str, str]]) -> None:
     labelled = label_step(trace(kernels, 0.0), num_layers=2)
-    assert [label.operation for label in labelled] == [
-        *(what for _, what in kernels),
-        "Memcpy DtoH",
-    ]
+    assert [label.operation for label in labelled] == [what for _, what in kernels]
     assert {label.operation for label in labelled if not label.known} <= {STRANGE}
 
 
@@ -127,11 +124,10 @@ def test_a_gemm_in_no_known_place_keeps_its_name() -> None:
 def test_steps_begin_where_their_inputs_are_written() -> None:
     tail = trace(TAIL, 0.0)
     events = [*tail, *trace(EAGER, 100.0), *trace(GRAPH, 300.0), *trace(EAGER, 500.0)]
-    events.sort(key=lambda event: event.start_us)
     steps, num_before = split_steps(events)
     assert num_before == len(tail)
     assert [each[0].name for each in steps] == ["_write_segments", "_prepare", "_write_segments"]
-    assert [len(each) for each in steps] == [len(EAGER) + 1, len(GRAPH) + 1, len(EAGER) + 1]
+    assert [len(each) for each in steps] == [len(EAGER), len(GRAPH), len(EAGER)]
     # Slots that were written in a step without inputs belong to no later one.
     lone = [Event("_write_segments", 0.0, 1.0, 7), *trace(TAIL, 10.0), *trace(GRAPH, 100.0)]
     assert split_steps(lone)[0][0][0].name == "_prepare"
@@ -157,13 +153,12 @@ def test_times_and_gaps_of_decode_steps() -> None:
     layers = {what for _, what in LAYER}
     assert all(times[name]["calls"] == 2 for name in layers)
     assert all(times[what]["calls"] == 1 for _, what in GRAPH if what not in layers)
-    # scan and draw are one call; the copies of three steps are one each.
+    # scan and draw are one call.
     assert times["sample"] == {
         "name": "sample", "known": True, "calls": 1, "median_us": 4.0, "total_us": 4.0
     }  # fmt: skip
     assert times["qkv_proj"]["median_us"] == 2.0
     assert times["qkv_proj"]["total_us"] == 4.0
-    assert times["Memcpy DtoH"]["total_us"] == 9.0
     assert all(row["known"] for row in found.times)
     skipped = profile_steps(events, num_layers=2, skip=2)
     assert (skipped.figures["num_steps"], skipped.figures["idle_us"]) == (1, None)
@@ -180,7 +175,7 @@ def test_times_of_eager_steps_drop_nothing() -> None:
     assert (times["o_proj"]["calls"], times["o_proj"]["median_us"]) == (2, 4.0)
     assert (times[STRANGE]["known"], times[STRANGE]["calls"]) == (False, 2)
     assert times["Memset"]["calls"] == 2
-    # A clear on the stream of the kernels is no gap.
+    # A clear or a copy is no gap.
     assert found.figures["gap_us"] == {"median": 1.0, "total": len(EAGER) - 1}
 
 
@@ -274,6 +269,29 @@ def no_clock_is_left(llm: LLM) -> bool:
     return not {"schedule", "update", "execute", "launch"} & {n for o in owners for n in vars(o)}
 
 
+WORK = ("schedule", "launch", "update", "rest")
+
+
+def added(times: step.Times, *names: str) -> list[float]:
+    """Sums of some parts, one a step."""
+    return list(map(sum, zip(*(times[name] for name in names), strict=True)))
+
+
+@pytest.mark.usefixtures("recorded")
+def test_launches_of_the_loop_itself_count_once(tiny_model: Path, overlap: bool) -> None:
+    """As on a GPU, where no thread of its own launches."""
+    with tiny(tiny_model, async_scheduling=overlap) as llm:
+        executor = llm.engine.core._executor
+        executor._thread.shutdown()
+        executor._thread = _CallersThread()
+        times, _, _ = measure_decode(llm, StepKind("decode", 2, 20), steps=6)
+        assert no_clock_is_left(llm)
+    assert all(min(values) > 0 for values in times.values())
+    assert added(times, *WORK, "collect") == pytest.approx(times["step"])
+    assert added(times, *WORK) == pytest.approx(times["work"])
+    assert all(work < whole for work, whole in zip(times["work"], times["step"], strict=True))
+
+
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("context", [1, 60])
 def test_decode_steps_are_timed(tiny_model: Path, overlap: bool, context: int) -> None:
@@ -286,8 +304,8 @@ def test_decode_steps_are_timed(tiny_model: Path, overlap: bool, context: int) -
     # A launch may end on its thread when the loop is a step further.
     assert sum(times["launch"]) > 0
     assert all(min(values) > 0 for name, values in times.items() if name != "launch")
-    parts = [times[name] for name in ("schedule", "collect", "update", "rest")]
-    assert list(map(sum, zip(*parts, strict=True))) == pytest.approx(times["step"])
+    assert added(times, "schedule", "collect", "update", "rest") == pytest.approx(times["step"])
+    assert added(times, *WORK) == pytest.approx(times["work"])
     # Six timed steps from the context on, and the middle of eight recorded ones.
     assert max(7, context) + 6 <= seq_len <= max(7, context) + 20
 
@@ -326,6 +344,7 @@ def test_a_result_is_complete(tiny_model: Path, recorded: list[Event]) -> None:
     assert all(row["of_ceiling"] > 0 for row in profile["operations"][:14])
     text = summary(result)
     assert "decode, 2 x 40 tokens: " in text
+    assert f"CPU work a step: {result['host_us']['work']:.0f} us (schedule " in text
     assert "GPU idle between steps: 23.0 us (p99 23.0)" in text
 
 
@@ -407,7 +426,7 @@ def test_explain_step(
     assert out.startswith(f"decode, 2 x {result['mean_seq_len']} tokens")
     [line] = [line for line in out.splitlines() if line.startswith("lm_head")]
     assert line.split()[1:4] == ["1", "2.00", "2.0"]
-    assert any(line.startswith("Memcpy DtoH") for line in out.splitlines())
+    assert any(line.startswith("prepare_step") for line in out.splitlines())
 
 
 @pytest.mark.parametrize(
