@@ -37,5 +37,9 @@ class EngineDeadError(OctavoError):
     """The engine stopped for good; every request in it has failed."""
 
 
+class DeviceLostError(EngineDeadError):
+    """The GPU runs nothing more in this process, as after an illegal memory access."""
+
+
 class KernelError(OctavoError):
     """A kernel cannot be compiled, loaded or launched: no GPU, driver or compiler, or a bad shape."""

@@ -12,9 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from octavo.config.kv_cache import KVCacheSpec
-
-SPLIT_SIZE = 256
-"""Keys whose softmax is computed as one unit, at absolute positions from 0, in every backend."""
+from octavo.kernels.triton.attention_plan import SPLIT_SIZE as SPLIT_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from octavo.sampling_params import show
 logger = get_logger(__name__)
 
 MAX_COUNT = 2**31 - 1
+MAX_VOCAB = 2**19  # whose fixed-point sums fit in 63 bits (sample/logprobs.py)
 AS_GIVEN = "as given"
 CPU_POOL_BYTES = 4 << 30
 CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
@@ -125,11 +126,15 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
             f"head_dim={model.head_dim} of {model.path} is none of {GPU_HEAD_DIMS}, which the GPU "
             "kernels take; use device='cpu'"
         )
-    if model.vocab_size % 8 and args.linear_backend != "cublas":
-        raise ConfigError(
-            f"vocab_size={model.vocab_size} of {model.path} is no multiple of 8, which "
-            "linear_backend='fixed' needs; use 'cublas'"
-        )
+    if args.linear_backend != "cublas":
+        for name in ("vocab_size", "hidden_size", "intermediate_size"):
+            if (size := getattr(model, name)) % 8:
+                raise ConfigError(
+                    f"{name}={size} of {model.path} is no multiple of 8, which "
+                    "linear_backend='fixed' needs; use 'cublas'"
+                )
+    if model.vocab_size > MAX_VOCAB:
+        raise ConfigError(f"vocab_size={model.vocab_size} of {model.path} is more than {MAX_VOCAB}")
     if args.block_size not in GPU_BLOCK_SIZES:
         raise ConfigError(f"block_size={args.block_size} is none of {GPU_BLOCK_SIZES} on a GPU")
 
@@ -259,6 +264,10 @@ def size_kv_pool(
             f"{size} are there ({reason}); two blocks are the least"
         )
     num_blocks = fitting if config.device == "cuda" else min(fitting, useful)
+    if num_blocks * block_bytes > available_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={size} is more than the {available_bytes} bytes that are free"
+        )
     if num_blocks == useful:
         reason = "all that max_num_seqs requests of max_model_len can use"
     tokens = (num_blocks - 1) * cache.block_size

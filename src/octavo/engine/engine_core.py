@@ -20,7 +20,7 @@ from octavo.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from octavo.errors import EngineDeadError
+from octavo.errors import DeviceLostError, EngineDeadError
 from octavo.executor.inline import InlineExecutor, PendingStep
 from octavo.logging import get_logger
 
@@ -88,6 +88,8 @@ class EngineCore:
         with waiting():
             result = pending.collect()  # the step stays the oldest if this is interrupted
         with self.dead_if_it_fails():
+            if isinstance(result, DeviceLostError):
+                raise result
             self._in_flight.popleft()
             if isinstance(result, Exception):
                 logger.error("step %d failed; its requests end", plan.step_id, exc_info=result)

@@ -80,7 +80,7 @@ class Turns:
 
     @property
     def forked(self) -> bool:
-        """True in a child process: the worker thread, and the lock's owner, stayed in the parent."""
+        """True in a child process: the worker, and the lock's owner, stayed in the parent."""
         return os.getpid() != self._pid
 
     @contextmanager
@@ -91,7 +91,7 @@ class Turns:
         the same thread, as a signal handler may make it: it would wait for itself.
         """
         if self.forked:
-            raise EngineDeadError("the worker thread did not survive fork(); make an engine here")
+            raise EngineDeadError("the worker did not survive fork(); make an engine here")
         me = threading.get_ident()
         if self._owner == me:
             raise OctavoError(

@@ -21,18 +21,18 @@ Result = TypeVar("Result")
 class PendingStep:
     """A step that is queued: its outcome, once it is asked for."""
 
-    def __init__(self, launched: Future[LaunchedStep]) -> None:
-        self._launched = launched
+    def __init__(self, launched: Future[LaunchedStep], worker: Worker) -> None:
+        self._launched, self._worker = launched, worker
 
     def collect(self) -> ModelRunnerOutput | Exception:
-        """Wait for the step: its output, or what it raised. May be called again after an interrupt."""
-        error = self._launched.exception()
-        if error is not None:
-            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+        """Wait for the step: its output, or what it raised. May be called again after an interrupt.
+
+        A DeviceLostError means that no later step can succeed.
+        """
         try:
             return self._launched.result().collect()
-        except Exception as failure:
-            return failure
+        except Exception as error:
+            return self._worker.diagnose(error)
 
 
 class InlineExecutor:
@@ -63,11 +63,12 @@ class InlineExecutor:
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Queue one step; results come in the order of the plans."""
-        return PendingStep(self._thread.submit(self._worker.launch, plan))
+        return PendingStep(self._thread.submit(self._worker.launch, plan), self._worker)
 
     def shutdown(self) -> None:
         """Finish queued steps and end the thread."""
         self._thread.shutdown(wait=True)
+        self._worker.finish()
 
 
 class _CallersThread(Executor):

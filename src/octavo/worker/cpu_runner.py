@@ -12,7 +12,8 @@ from octavo.worker.model_runner import ModelRunner
 class CpuModelRunner(ModelRunner):
     """See ModelRunner. `launch` runs the step; nothing is left for `collect` to wait for."""
 
-    _sampler = Sampler()
+    def _setup(self) -> None:
+        self._sampler = Sampler()
 
     def _prepare(
         self,
@@ -46,6 +47,9 @@ class CpuModelRunner(ModelRunner):
             self._backend.build_metadata(batch.common),
         )
         return hidden, self._model.compute_logits(hidden[batch.logits_indices])
+
+    def _mark(self) -> None:
+        return None
 
     def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> SamplerOutput:
         rows = batch.sample_slots

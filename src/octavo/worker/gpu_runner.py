@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from octavo.core.request import EngineRequest
 from octavo.models.decoder import TORCH_DTYPES
 from octavo.sample.device_sampler import DeviceSample, DeviceSampler
-from octavo.sample.sampler import CollectedSample
 from octavo.sampling_params import SamplingParams
 from octavo.worker.cuda_graphs import CudaGraphs, bucket_sizes
 from octavo.worker.forward_batch import ForwardBatch
@@ -18,24 +14,10 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.step_inputs import StepInputs
 
 
-@dataclass(slots=True)
-class QueuedSample:
-    """A sample whose kernels write it to the host's memory."""
-
-    sample: DeviceSample
-    sampled: torch.cuda.Event
-
-    def collect(self) -> CollectedSample:
-        """Wait for the kernels; see PendingSample."""
-        self.sampled.synchronize()
-        return self.sample.collect()
-
-
 class GpuModelRunner(ModelRunner):
     """See ModelRunner. All work goes to the stream that is current at construction."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _setup(self) -> None:
         config = self._config
         scheduler, model = config.scheduler, config.model
         self._max_num_seqs = scheduler.max_num_seqs
@@ -83,6 +65,12 @@ class GpuModelRunner(ModelRunner):
                 self.slots.num_prompt_tokens,
             )
             self._sampling.remove(0)
+        if self._graphs is None:
+            for num_tokens in (1, 32, 96):  # one of each tile of the small products
+                self._logits = self._empty_logits(min(num_tokens, self._max_num_seqs))
+                self._inputs.fill([], [], [], (len(self._logits), num_tokens))
+                self._forward_bucket(num_tokens)
+        self.slots.warm_up()
         self.slots.arena.zero_()  # sampled tokens were written there
 
     def _prepare(
@@ -102,6 +90,7 @@ class GpuModelRunner(ModelRunner):
         padded, bucket = (num_requests, num_tokens), None
         if self._graphs is not None and (bucket := self._graphs.bucket(num_tokens)) is not None:
             padded = (min(bucket, self._max_num_seqs), bucket)
+        self._last_step = None  # until its inputs are made, should that fail
         self._inputs.fill(slots, query_lens, sampled_rows, padded)
         num_sampled = len(sampled_rows)
         self._last_step = step
@@ -143,8 +132,8 @@ class GpuModelRunner(ModelRunner):
         self._model.compute_logits(picked, out=self._logits[:num_requests])
         return hidden
 
-    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> QueuedSample:
-        sample = self._sampler.launch(
+    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> DeviceSample:
+        return self._sampler.launch(
             logits,
             batch.sampled_slots,
             batch.sample_slots,
@@ -153,6 +142,8 @@ class GpuModelRunner(ModelRunner):
             self.slots.num_tokens,
             self.slots.num_prompt_tokens,
         )
-        sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        sampled.record()
-        return QueuedSample(sample, sampled)
+
+    def _mark(self) -> torch.cuda.Event:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done

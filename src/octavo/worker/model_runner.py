@@ -34,7 +34,15 @@ class PendingSample(Protocol):
     """Tokens that the device is still choosing."""
 
     def collect(self) -> CollectedSample:
-        """Wait for them. May be called again after an interrupt."""
+        """The tokens, once the step is done."""
+        ...
+
+
+class Done(Protocol):
+    """The end of a step's work on the device: a torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Wait for it. May be called again after an interrupt."""
         ...
 
 
@@ -67,11 +75,15 @@ class LaunchedStep:
     request_ids: list[str] = field(default_factory=list)
     """Requests of the sampled rows, in row order."""
     sampled: PendingSample | None = None
+    done: Done | None = None
+    """None if the device was done when the launch returned."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the device and return plain data. May be called again after an interrupt."""
+        if self.done is not None:
+            self.done.synchronize()
         output = ModelRunnerOutput(
             self.step_id, prompt_logprobs=self.prompt_logprobs, errors=dict(self.errors)
         )
@@ -115,6 +127,11 @@ class ModelRunner(ABC):
             model, num_slots, config.model.hidden_size, TORCH_DTYPES[config.model.dtype]
         )
         self._residents: dict[str, _Resident] = {}
+        self._setup()
+
+    @abstractmethod
+    def _setup(self) -> None:
+        """What the device needs beside that."""
 
     @abstractmethod
     def _prepare(
@@ -139,6 +156,10 @@ class ModelRunner(ABC):
     def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> PendingSample:
         """Choose a token a row, and append it to its request slot on the device."""
 
+    @abstractmethod
+    def _mark(self) -> Done | None:
+        """The end of what was queued so far."""
+
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step.
@@ -159,6 +180,7 @@ class ModelRunner(ABC):
                 self._sampling.remove(slot)
             self._admit(plan, step)
             self._run(plan, step)
+            step.done = self._mark()
         except Exception:
             for request_id in plan.num_scheduled_tokens:
                 self._residents[request_id].failed = True

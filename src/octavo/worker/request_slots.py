@@ -82,6 +82,10 @@ class RequestSlots:
         self._apply(writes)
         return freed
 
+    def warm_up(self) -> None:
+        """Compile what `update` launches on a GPU. Writes into the arena."""
+        self._apply([(0, [0])])
+
     def _index(self, field: int, slot: int) -> int:
         return int(self._starts[field]) + slot * self._widths[field]
 

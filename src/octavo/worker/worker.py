@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
 from octavo.config.resolve import engine_share, size_kv_pool
 from octavo.core.scheduler_output import SchedulerOutput
+from octavo.errors import ConfigError, DeviceLostError
 from octavo.models.decoder import TORCH_DTYPES
 from octavo.weights.loader import load_model
 from octavo.worker.cpu_runner import CpuModelRunner
@@ -26,7 +27,9 @@ from octavo.worker.model_runner import LaunchedStep, ModelRunner
 from octavo.worker.request_slots import RequestSlots
 
 GRAPH_RESERVE = 1 << 30
-"""GPU bytes kept for CUDA graphs, their outputs, and what the driver takes for them."""
+"""GPU bytes kept for CUDA graphs, their hidden states, and what the driver takes for them."""
+SAMPLING_BYTES = 12
+"""GPU bytes for each logit of a step: graph output, fp32 copy and counts of edited rows."""
 
 
 class Worker:
@@ -63,16 +66,18 @@ class Worker:
     def size_pool(self) -> tuple[int, Decision]:
         """Blocks of the pool, the null block included: what fits beside a full-size step.
 
-        Free memory before a forward pass of as many tokens as a step may have, less the most that
-        the pass held at once (logits and its own small KV cache included). Not in it: the
-        temporaries of sampling and of prompt scores, which come after the pass, when its own are
-        free again. A block costs its K/V and its part of the store of hidden states for prompt
-        scores. Raises ConfigError if not even one block of the asked size fits.
+        Free memory, less the most that a forward pass of as many tokens as a step may have held at
+        once (logits and its own small KV cache included). On a CPU not in it: the temporaries of
+        sampling and of prompt scores, which come after the pass, when its own are free again. On a
+        GPU they and the runner's own tensors come on top. A block costs its K/V and its part of the
+        store of hidden states for prompt scores. Raises ConfigError if not even one block of the
+        asked size fits, or the pass itself does not.
         """
         if self._config.device == "cuda":
-            with torch.cuda.stream(self._stream):
+            with self._told_what_would_fit():
                 peak = _peak_gpu_bytes(self._run_dummy)
-            available = engine_share(self._config, probe_device("cuda")) - peak - GRAPH_RESERVE
+            available = engine_share(self._config, probe_device("cuda")) - peak
+            available -= _runner_bytes(self._config)
         else:
             available = available_memory()
             available -= _peak_bytes(self._run_dummy)
@@ -84,15 +89,48 @@ class Worker:
     def initialise(self, config: EngineConfig, num_blocks: int) -> None:
         """Allocate the KV cache and the runner."""
         runner = CpuModelRunner if config.device == "cpu" else GpuModelRunner
-        with torch.cuda.stream(self._stream):
+        with self._told_what_would_fit():
             kv_caches = self._allocate(num_blocks)
             self._runner = runner(config, self._model, self._backend, kv_caches, self._device)
+
+    @contextlib.contextmanager
+    def _told_what_would_fit(self) -> Iterator[None]:
+        """On the worker's stream; running out of memory is a ConfigError that names what to lower."""
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        except torch.OutOfMemoryError as error:
+            scheduler = self._config.scheduler
+            raise ConfigError(
+                f"the GPU's memory does not hold steps of max_num_batched_tokens="
+                f"{scheduler.max_num_batched_tokens} and max_num_seqs={scheduler.max_num_seqs} beside "
+                f"the weights and the KV cache; lower them or gpu_memory_utilization ({error})"
+            ) from error
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step."""
         assert self._runner is not None, "initialise() comes first"
         with torch.cuda.stream(self._stream):
             return self._runner.launch(plan)
+
+    def diagnose(self, error: Exception) -> Exception:
+        """What a failed step means: the error itself, or DeviceLostError if the GPU runs no more.
+
+        After an illegal access or a failed assertion in a kernel every later call fails, too.
+        """
+        if self._stream is None:
+            return error
+        try:
+            torch.cuda.synchronize()
+        except Exception as lost:
+            return DeviceLostError(f"the GPU runs no more: {lost}; a step had failed: {error}")
+        return error
+
+    def finish(self) -> None:
+        """Wait for all that was launched; pinned memory that kernels still use is not given back."""
+        if self._stream is not None:
+            with contextlib.suppress(Exception):  # of a lost GPU
+                self._stream.synchronize()
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """One tensor a layer. Only the null block is zeroed (it is read for keys that are not
@@ -124,6 +162,15 @@ class Worker:
             input_ids, common, kv_caches, self._backend.build_metadata(common)
         )
         self._model.compute_logits(hidden[: scheduler.max_num_seqs])
+
+
+def _runner_bytes(config: EngineConfig) -> int:
+    """GPU memory that the runner takes beside the KV cache and a forward pass."""
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    numbers = scheduler.max_model_len + 2 * -(-scheduler.max_model_len // block_size)
+    tables = 4 * scheduler.max_num_seqs * numbers
+    sampling = SAMPLING_BYTES * scheduler.max_num_seqs * config.model.vocab_size
+    return tables + sampling + (0 if config.enforce_eager else GRAPH_RESERVE)
 
 
 def _peak_gpu_bytes(run: Callable[[], None]) -> int:

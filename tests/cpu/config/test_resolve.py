@@ -180,6 +180,8 @@ def test_a_float32_checkpoint_runs_as_bfloat16_on_a_gpu() -> None:
         (replace(WIDE, head_dim=80), {}, "head_dim=80"),
         (WIDE, {"block_size": 8}, "block_size=8"),
         (WIDE, {"linear_backend": "tiled"}, "linear_backend='tiled'"),
+        (replace(WIDE, intermediate_size=1111), {}, "intermediate_size=1111"),
+        (replace(WIDE, vocab_size=2**19 + 8), {}, "vocab_size=524296"),
     ],
 )
 def test_what_gpu_kernels_do_not_take_is_refused_by_name(
@@ -200,3 +202,10 @@ def test_gpu_pool_takes_its_share_of_all_the_memory() -> None:
     assert engine_share(config, H200) == 60 << 30
     block = WIDE.kv_cache_spec(16).block_bytes * WIDE.num_layers
     assert estimate_pool(config, H200)[0] == ((60 << 30) - WIDE.weight_bytes()) // block
+
+
+def test_a_cache_larger_than_the_memory_is_refused() -> None:
+    config = on_gpu(kv_cache_memory_bytes=500 << 30)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        size_kv_pool(config, 1 << 20, 100 << 30)
+    assert size_kv_pool(config, 1 << 20, 501 << 30)[0] == 500 << 10

@@ -13,7 +13,7 @@ import torch
 
 from octavo import LLM
 from octavo.core.request import EngineRequest
-from octavo.errors import EngineDeadError
+from octavo.errors import DeviceLostError, EngineDeadError
 from octavo.executor import inline
 from octavo.outputs import RequestOutput
 from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, runner_of, tiny, tokens
@@ -280,3 +280,23 @@ def test_failed_construction_leaves_no_thread(
         thread.join(2)
     assert set(threading.enumerate()) <= before
     assert type(caught.value) is ValueError
+
+
+def test_a_lost_device_ends_the_engine(
+    overlap: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step can succeed any more: one error at once and a dead engine, not an error a request."""
+    with LLM(
+        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, async_scheduling=overlap
+    ) as llm:
+        worker = llm.engine.core._executor._worker
+
+        def launch(plan: object) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(worker, "launch", launch)
+        monkeypatch.setattr(worker, "diagnose", lambda error: DeviceLostError(f"lost: {error}"))
+        with pytest.raises(DeviceLostError, match="illegal memory access"):
+            run(llm, PROMPTS, PARAMS)
+        with pytest.raises(EngineDeadError, match="lost"):
+            run(llm, PROMPTS, PARAMS)

@@ -18,7 +18,7 @@ from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
 
 SPLIT_SIZE = 256
-"""Keys whose partial result is one unit, at absolute positions from 0."""
+"""Keys whose softmax is one unit, at absolute positions from 0, in every backend."""
 SMALL_ROWS = 16
 """Rows of a small item: the least that an MMA takes."""
 SMALL_TILES = 4

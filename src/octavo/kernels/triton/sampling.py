@@ -7,7 +7,8 @@ without cuts, `sampling_cut` the others; `score` then looks at the raw logits ag
 
 A row of `scratch` (max_num_seqs, ROW + 3 * chunks) int64, zeros at first, is: the largest raw and
 processed logit as keys, the mass under top_p, the ticket, and three planes of parts. A row of
-`results` (rows, 4) int32 is: token, error code, rank, bits of the fp32 logprob.
+`results` (rows, 2) int32 is: token, error code; of `host` (rows, 4) int32, which kernels only write:
+the same, rank, bits of the fp32 logprob.
 """
 
 from __future__ import annotations
