@@ -23,16 +23,12 @@ from octavo.weights.checkpoint import load_model_config
 from octavo.weights.loader import load_model
 
 LENGTH = 64
-FIRST_BOUND, BOUND = 4.0, 1.2
+BOUNDS = {"smollm2": (4.0, 1.2), "qwen": (0.3, 0.3), "llama": (0.3, 0.3)}
 """Logit error of bf16 on the GPU against fp32, at the first position and later. The first token is
-SmolLM2's attention sink, with activations in the thousands: bf16 on the CPU is 2.8 off there."""
-
-
-@pytest.fixture(scope="module", params=["smollm2", *SHAPES])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "smollm2":
-        return demo_model_path()
-    return model_folder(tmp_path_factory.mktemp("gpu"), request.param)
+SmolLM2's attention sink, with activations in the thousands: bf16 on the CPU is 2.8 off there. On an
+H200 the small models are 0.112 and 0.166 off."""
+MIN_JUDGED = 100
+"""Arg-maxes that must be far enough apart to be compared; there are 170 to 200."""
 
 
 def teacher_forced(config: ModelConfig, device: str, ids: list[list[int]]) -> torch.Tensor:
@@ -64,15 +60,17 @@ def teacher_forced(config: ModelConfig, device: str, ids: list[list[int]]) -> to
     return logits.view(len(ids), LENGTH, -1)
 
 
-def test_argmax_equals_the_fp32_reference(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wherever the reference's first two are further apart than twice the bound; flips are told."""
-    if model.suffix == ".gguf":
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_argmax_equals_the_fp32_reference(name: str, tmp_path: Path) -> None:
+    """Wherever the reference's first two are further apart than twice the bound."""
+    model = model_folder(tmp_path, name) if name in SHAPES else demo_model_path()
+    if name == "smollm2":
         tokenizer = load_tokenizer(model)
         text = " ".join(TEXTS)
         ids = [tokenizer.encode(f"{one} {text}")[:LENGTH] for one in TEXTS]
     else:
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(1, 4096, (8, LENGTH), generator=generator).tolist()
+        ids = torch.randint(1, 4096, (16, LENGTH), generator=generator).tolist()
     args = EngineArgs(str(model))
     config = load_model_config(args)
     reference = teacher_forced(config_with(config, "float32"), "cpu", ids)
@@ -83,17 +81,12 @@ def test_argmax_equals_the_fp32_reference(model: Path, capsys: pytest.CaptureFix
     top = reference.topk(2, dim=-1).values
     gap = top[..., 0] - top[..., 1]
     flips = ours.argmax(-1) != reference.argmax(-1)
-    first, later = error[:, 0].max().item(), error[:, 1:].max().item()
-    with capsys.disabled():
-        print(
-            f"\n{model.name}: largest logit error {first:.3f} at the first position, {later:.3f} "
-            f"later (bounds {FIRST_BOUND}, {BOUND}; largest logit {reference.abs().max():.1f}); "
-            f"{int(flips.sum())} of {flips.numel()} arg-max flips, the widest at a gap of "
-            f"{gap[flips].max().item() if flips.any() else 0:.3f}"
-        )
-    bound = torch.tensor([FIRST_BOUND] + [BOUND] * (LENGTH - 1))
-    assert (error <= bound).all()
-    assert not (flips & (gap > 2 * bound)).any()
+    first, later = BOUNDS[name]
+    bound = torch.tensor([first] + [later] * (LENGTH - 1))
+    assert (error <= bound).all(), (error[:, 0].max().item(), error[:, 1:].max().item())
+    judged = gap > 2 * bound
+    assert int(judged.sum()) >= MIN_JUDGED
+    assert not (flips & judged).any(), gap[flips & judged].tolist()
 
 
 def config_with(config: ModelConfig, dtype: Any) -> ModelConfig:
