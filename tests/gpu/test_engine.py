@@ -1,16 +1,16 @@
 """The engine on the GPU: tokens and logprob bits depend on nothing but the request.
 
-All with the `fixed` linear backend, bf16. Every variant is compared with each request run alone,
-cold, eager and without overlap.
+All with the `fixed` linear backend, bf16 but for one. Every variant is compared with each request
+run alone, cold, eager and without overlap.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from tests.gpu.engines import SHAPES, engine, fingerprint, model_folder, sampling, token_prompts
 
 from octavo import SamplingParams
+from octavo.core.scheduler_output import SchedulerOutput
 from octavo.errors import ConfigError
+from octavo.worker.model_runner import LaunchedStep
 
 LENGTHS = [1, 16, 17, 255, 256, 257, 700, 2300, 40, 63]
 PARAMS = [sampling(index) for index in range(len(LENGTHS))]
@@ -34,7 +36,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def solo(model: Path) -> list[Any]:
-    with engine(model, max_num_batched_tokens=4096, **PLAIN) as llm:
+    return one_by_one(model)
+
+
+def one_by_one(model: Path, **settings: Any) -> list[Any]:
+    """Fingerprints of all requests, each run alone, cold, eager and without overlap."""
+    with engine(model, max_num_batched_tokens=4096, **PLAIN, **settings) as llm:
         return [
             fingerprint(llm.generate(prompt, params, use_tqdm=False)[0])
             for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -118,6 +125,7 @@ def test_poisoned_padding_never_reaches_a_live_row(model: Path, solo: list[Any])
         worker._model.embed_tokens.weight[0] = float("nan")
         torch.cuda.synchronize()
         some = [0, 2, 3]
+        assert worker._runner._graphs.bucket(len(some)) > len(some), "no step is padded"
         assert together(llm, some) == [solo[i] for i in some]
 
 
@@ -153,20 +161,52 @@ def test_prompt_scores_equal_alone_and_chunked(model: Path) -> None:
         assert a.prompt_logprobs == b.prompt_logprobs
 
 
-def test_nothing_is_compiled_while_serving(model: Path) -> None:
-    """After start every kernel variant exists, whatever lengths come."""
-    from triton import knobs
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_nothing_is_compiled_while_serving(mode: str, model: Path) -> None:
+    """After start every kernel variant exists, whatever comes. In a process of its own: this one has
+    the kernels of other tests."""
+    command = [sys.executable, "-m", "tests.gpu.watch_compilations", str(model), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    assert not compiled, "compiled while serving:\n" + "\n".join(compiled)
 
-    compiled: list[str] = []
-    with engine(model) as llm:
-        llm.generate(PROMPTS[2], sampling(3), use_tqdm=False)  # kernels of rare sampling features
-        knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(str(info["fn"].name))
-        try:
-            for lengths in ([3], [1, 2, 9], [900], [33] * 40, [2000, 1, 1]):
-                llm.generate(token_prompts(lengths, seed=len(lengths)), sampling(3), use_tqdm=False)
-        finally:
-            knobs.runtime.jit_post_compile_hook = None
-    assert compiled == []
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("index", [0, 1, 3], ids=["greedy", "seeded", "cut"])
+def test_launching_a_decode_step_waits_for_nothing(eager: bool, index: int, model: Path) -> None:
+    """torch raises where the launch of a step without arrivals or departures would synchronise."""
+    num_checked = 0
+    with engine(model, enforce_eager=eager) as llm:
+        worker = llm.engine.core._executor._worker
+        launch = worker.launch
+
+        def strict(plan: SchedulerOutput) -> LaunchedStep:
+            nonlocal num_checked
+            if plan.new_requests or plan.removed_request_ids:
+                return launch(plan)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                num_checked += 1
+
+        params = [sampling(index, 40)] * 5
+        expected = llm.generate(PROMPTS[:5], params, use_tqdm=False)
+        worker.launch = strict
+        outputs = llm.generate(PROMPTS[:5], params, use_tqdm=False)
+    assert [fingerprint(output) for output in outputs] == list(map(fingerprint, expected))
+    assert num_checked >= 35  # of 40; 40 tokens also take new blocks
+
+
+def test_fp16_batched_and_chunked_equal_solo(tmp_path: Path) -> None:
+    model = model_folder(tmp_path, "llama")
+    solo = one_by_one(model, dtype="float16")
+    for settings in ({}, {"long_prefill_token_threshold": 37, "enable_prefix_caching": False}):
+        with engine(model, dtype="float16", **settings) as llm:
+            assert llm.engine.config.model.dtype == "float16"
+            assert together(llm) == solo
 
 
 def test_what_does_not_fit_is_told(model: Path) -> None:
@@ -225,11 +265,3 @@ with engine(Path({str(model)!r})) as llm:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_start_and_capture_times(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, not judged."""
-    start = time.perf_counter()
-    with engine(model):
-        with capsys.disabled():
-            print(f"\nstart of a tiny engine with graphs: {time.perf_counter() - start:.1f} s")
