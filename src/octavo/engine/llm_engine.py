@@ -137,11 +137,19 @@ class LLMEngine:
                 self._pump(gate)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """End requests; returns their last outputs. Unknown ids are ignored."""
+        """End requests; returns what they still had to say, their last outputs at the end.
+
+        Unknown ids are ignored.
+        """
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         with self._turns.take():
-            return self._abort(request_ids)
+            last = self._abort(request_ids)
+            ended = {output.request_id for output in last}
+            # News that another thread's turn brought, and nobody has fetched yet.
+            earlier = [output for output in self._unclaimed if output.request_id in ended]
+            self._unclaimed = [one for one in self._unclaimed if one.request_id not in ended]
+            return earlier + last
 
     def abort_soon(self, request_ids: Iterable[str]) -> None:
         """Like abort, but done by the next call; never waits and never fails.
@@ -151,8 +159,8 @@ class LLMEngine:
         self._to_abort.extend(request_ids)
 
     def has_work(self) -> bool:
-        """True while a request lives or a launched step is not settled."""
-        return bool(self._to_abort) or self._core.has_work()
+        """True while a request lives, a launched step is not settled, or `step` has news to return."""
+        return bool(self._unclaimed) or self._is_busy()
 
     def drain(self) -> None:
         """Run the loop until nothing lives and nothing is in flight."""
@@ -187,8 +195,11 @@ class LLMEngine:
             self._abort([self._to_abort.popleft()])
 
     def _drain(self, gate: InterruptGate) -> None:
-        while self.has_work():
+        while self._is_busy():
             self._pump(gate)
+
+    def _is_busy(self) -> bool:
+        return bool(self._to_abort) or self._core.has_work()
 
     def _pump(self, gate: InterruptGate) -> None:
         self._abort_queued()

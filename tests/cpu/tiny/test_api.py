@@ -163,3 +163,18 @@ def test_prefill_rate_counts_every_step(tiny_model: Path) -> None:
             run(llm, PROMPTS, PARAMS)
             total = llm.engine.metrics._prefill_rate._total
             assert total == sum(len(prompt) for prompt in PROMPTS)
+
+
+def test_an_abort_does_not_overtake_earlier_news(tiny_model: Path) -> None:
+    """What another caller's turn brought of a request comes before the request's end."""
+    with tiny(tiny_model) as llm:
+        engine = llm.engine
+        engine.add_request("a", [3, 4, 5], params(max_tokens=400))
+        run(llm, [[7, 8]], params(max_tokens=5))  # drives "a" along, whose news nobody fetches
+        assert engine.has_work()
+        outputs = engine.abort("a")
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) > 0
+        engine.drain()
+        assert engine.step() == []
+        assert not engine.has_work()
