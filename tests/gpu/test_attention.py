@@ -1,7 +1,4 @@
-"""Paged attention on the GPU: right against double, and equal bits however a sequence is cut up.
-
-`pytest -s -k timing` prints speeds; nothing asserts them.
-"""
+"""Paged attention on the GPU: right against double, and equal bits however a sequence is cut up."""
 
 from __future__ import annotations
 
@@ -327,51 +324,3 @@ def test_a_thousand_repeats_are_bit_equal() -> None:
     for _ in range(1000):
         wrong += (sequences.attend(*inputs) != first).sum()
     assert int(wrong) == 0
-
-
-@pytest.mark.parametrize(
-    ("batch", "query_len", "length"),
-    [(1, 1, 8192), (64, 1, 1024), (64, 1, 8192), (256, 1, 1024), (1, 4000, 4000), (16, 4000, 4000)],
-)
-def test_timing(batch: int, query_len: int, length: int) -> None:
-    """Prints microseconds a layer of 8B; K and V exceed the L2, except for batch 1."""
-    layer = LAYERS["8B"]
-    backend = layer.backend()
-    blocks = -(-length // layer.block_size)
-    cache = torch.empty(
-        backend.kv_cache_shape(batch * blocks, layer.spec), dtype=layer.dtype, device="cuda"
-    ).normal_()
-    order = torch.randperm(batch * blocks, device="cuda").to(torch.int32)
-    unused = torch.zeros(batch * query_len, dtype=torch.int64, device="cuda")
-    common = CommonAttentionMetadata(
-        torch.arange(batch + 1, dtype=torch.int32, device="cuda") * query_len,
-        torch.full((batch,), length, dtype=torch.int32, device="cuda"),
-        order.view(batch, blocks),
-        unused,
-        unused,
-    )
-    query = noise((batch * query_len, layer.heads, layer.head_dim), layer.dtype, 0)
-    metadata = backend.build_metadata(common, max_query_len=query_len)
-    repeats = 20 if query_len == 1 else 3
-
-    def layers() -> torch.Tensor:
-        for _ in range(repeats - 1):
-            backend.attend(query, cache, metadata, layer.scale)
-        return backend.attend(query, cache, metadata, layer.scale)
-
-    graph, out = captured(layers)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    seconds = start.elapsed_time(end) / 1e3 / repeats
-    pairs = query_len * length - query_len * (query_len - 1) / 2
-    flops = 4 * layer.heads * layer.head_dim * pairs * batch
-    read = batch * length * layer.spec.block_bytes / layer.block_size
-    print(
-        f"\nbatch {batch} query {query_len} context {length}: {seconds * 1e6:.1f} us, "
-        f"{read / seconds / 1e9:.0f} GB/s of K and V, {flops / seconds / 1e12:.0f} TFLOP/s"
-    )
-    assert bool(torch.isfinite(out).all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,48 +237,3 @@ def test_write_back_follows_the_distribution() -> None:
     expected = torch.zeros(vocab, dtype=torch.float64)
     expected[ids[left]] = values[left] / values[left].sum() * drawn.numel()
     assert abs(chi_square_z(torch.bincount(drawn.flatten(), minlength=vocab), expected)) < 4.5
-
-
-TIMED: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {},
-    "top_p 0.9": {"top_p": 0.9},
-    "top_k 20, top_p 0.95, temperature 0.6": {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
-    "greedy, logprobs 0": {"temperature": 0.0, "logprobs": 0},
-    "logprobs 5": {"logprobs": 5},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
-}
-
-
-def test_times(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not asserted: GPU time of a launch (CUDA graph replay) and host time to queue it."""
-    vocab = 151936
-    lines = []
-    for name, params in TIMED.items():
-        requests = Requests(vocab, [params])
-        for rows in (1, 64, 256):
-            logits, slots = random_logits(rows, vocab, torch.bfloat16), list(range(rows))
-            index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-            arguments = (logits, slots, index, requests.device, *requests.on_device, False)
-            for _ in range(3):
-                requests.sampler.launch(*arguments)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                requests.sampler.launch(*arguments)
-            host = (time.perf_counter() - start) / 20
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                requests.sampler.launch(*arguments)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            begin.record()
-            for _ in range(20):
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            micros = begin.elapsed_time(end) * 1e3 / 20
-            lines.append(f"{name:40} S={rows:<4} GPU {micros:7.1f} us, host {host * 1e6:6.1f} us")
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
