@@ -23,7 +23,7 @@ _SPLIT = 8  # programs that walk one history
 _TILE = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _count(
     counts,
     slots,
@@ -51,7 +51,7 @@ def _count(
         start += SPLIT * TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _penalize(
     work,
     counts,
