@@ -60,7 +60,8 @@ class PagedModel:
     """A loaded model with caches; each step runs some tokens of some requests."""
 
     def __init__(self, config: ModelConfig, block_size: int = 16, num_blocks: int = 256) -> None:
-        self.backend = ReferenceAttention(config.num_heads, config.kv_cache_spec(block_size))
+        spec = config.kv_cache_spec(block_size)
+        self.backend = ReferenceAttention(config.num_heads, spec, config.sliding_window)
         self.model: DecoderModel = load_model(config, self.backend, torch.device("cpu"))
         self.config, self.block_size, self.num_blocks = config, block_size, num_blocks
         self.reset()

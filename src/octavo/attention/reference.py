@@ -5,7 +5,8 @@ partial (m, l, o) in fp32 is: scores over all 256 keys, their maximum, exp, one 
 V; invisible keys enter as exact zeros, so a split that is fully masked changes nothing. Partials are
 merged in split order. Query rows are laid out in work items with a fixed number of rows, and every
 product has a fixed shape per item; so the bits of a token's output do not depend on what else is in
-the step, nor on whether the token was prefilled, chunked or decoded.
+the step, nor on whether the token was prefilled, chunked or decoded. With a sliding window the
+splits before it are skipped, which changes no bit either.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ _MIN_EXPONENT = -87.0
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """One 256-key split of a group of items. The first `num_items` items reach into it."""
+    """One 256-key split of a group, for the items from `first_item` on, `num_items` of them."""
 
+    first_item: int
+    """0 without a window; with one, the items before it see later keys only."""
     num_items: int
     num_full: int
-    """The first items, whose rows all see all 256 keys: no mask."""
+    """The first of these, whose rows all see all 256 keys: no mask."""
     gather: torch.Tensor
     """(2 * num_items * num_kv_heads * 256,) int64 rows of the cache as (-1, head_dim): K, then V.
-    Keys past the item's last token point at the null block, which is all zeros."""
+    Keys that no token of the item sees point at the null block, which is all zeros."""
     visible: torch.Tensor
     """(num_items - num_full, 1, rows, 256) fp32: 1 where the row sees the key, else 0."""
     bias: torch.Tensor
@@ -82,8 +85,12 @@ class ReferenceAttention:
     request has written are never read, whatever they contain.
     """
 
-    def __init__(self, num_heads: int, spec: KVCacheSpec) -> None:
+    def __init__(
+        self, num_heads: int, spec: KVCacheSpec, sliding_window: int | None = None
+    ) -> None:
+        """sliding_window: keys that a token sees, its own included; None: all up to its own."""
         self.spec = spec
+        self.window = sliding_window
         self.group_size = num_heads // spec.num_kv_heads
         small = max(1, SMALL_ROWS // self.group_size)
         self._small = (small, _pad(small * self.group_size))
@@ -157,29 +164,50 @@ class ReferenceAttention:
         position = torch.where(real, first[:, None] + step, -1)
         position = position.repeat_interleave(self.group_size, dim=1)
         position = torch.nn.functional.pad(position, (0, rows - position.shape[1]), value=-1)
-        # Padding rows make an item's mask partial, but nobody reads them: they may see anything.
-        lasts, firsts = last.tolist(), first.tolist()
-        splits = []
-        for start in range(0, lasts[0] + 1, SPLIT_SIZE):
-            num_items = sum(one >= start for one in lasts)
-            num_full = 0
-            while num_full < num_items and firsts[num_full] >= start + SPLIT_SIZE - 1:
-                num_full += 1
-            keys = torch.arange(start, start + SPLIT_SIZE)
-            visible = keys <= position[num_full:num_items, None, :, None]
-            gather = self._gather_index(tables[:num_items], last[:num_items], keys)
-            seen = visible.float()
-            splits.append(SplitPlan(num_items, num_full, gather, seen, (seen - 1.0) * _HIDDEN))
+        splits = list(self._splits(tables, first, last, position[:, None, :, None]))
         return ItemGroup(tokens_per_item, rows, tokens, source, tokens[source], splits)
 
+    def _splits(
+        self,
+        tables: torch.Tensor,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        position: torch.Tensor,
+    ) -> Iterator[SplitPlan]:
+        """first, last: (items,) positions of an item's tokens; position: (items, 1, rows, 1)."""
+        # Padding rows make an item's mask partial, but nobody reads them: they may see anything.
+        window = self.window
+        lowest = torch.zeros_like(first) if window is None else (first - window + 1).clamp_(min=0)
+        firsts, lasts, lowests = first.tolist(), last.tolist(), lowest.tolist()
+        for start in range(min(lowests) // SPLIT_SIZE * SPLIT_SIZE, lasts[0] + 1, SPLIT_SIZE):
+            keys = torch.arange(start, start + SPLIT_SIZE)
+            end = sum(one >= start for one in lasts)
+            begin = 0
+            while begin < end and lowests[begin] >= start + SPLIT_SIZE:
+                begin += 1
+            full = begin
+            while full < end and firsts[full] >= start + SPLIT_SIZE - 1:
+                if window is not None and lasts[full] - window >= start:
+                    break
+                full += 1
+            if begin == end:
+                continue
+            visible = keys <= position[full:end]
+            if window is not None:
+                visible &= keys > position[full:end] - window
+            items, seen = slice(begin, end), visible.float()
+            gather = self._gather_index(tables[items], lowest[items], last[items], keys)
+            bias = (seen - 1.0) * _HIDDEN
+            yield SplitPlan(begin, end - begin, full - begin, gather, seen, bias)
+
     def _gather_index(
-        self, tables: torch.Tensor, last: torch.Tensor, keys: torch.Tensor
+        self, tables: torch.Tensor, lowest: torch.Tensor, last: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
         """Rows of the cache as (-1, head_dim), in the order (K or V, item, kv head, key)."""
         size, num_kv_heads = self.spec.block_size, self.spec.num_kv_heads
         column = (keys // size).clamp(max=tables.shape[1] - 1)
         row = tables[:, column] * (2 * size) + keys % size
-        row = torch.where(keys <= last[:, None], row, 0)
+        row = torch.where((keys >= lowest[:, None]) & (keys <= last[:, None]), row, 0)
         both = torch.stack((row, row + size))[:, :, None, :]
         return (both * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
 
@@ -224,9 +252,14 @@ class ReferenceAttention:
         q[:, :, :used].view(items, num_kv_heads, tokens, self.group_size, head_dim).copy_(
             picked.transpose(1, 2)
         )
-        peak, total, out = _split_partial(q, cache_rows, group.splits[0])
-        for split in group.splits[1:]:
-            part = slice(0, split.num_items)
+        splits = iter(group.splits)
+        if self.window is None:
+            peak, total, out = _split_partial(q, cache_rows, next(splits))
+        else:  # the first split need not be that of all items: begin with what changes nothing
+            total, out = q.new_zeros(*q.shape[:3], 1), torch.zeros_like(q)
+            peak = torch.full_like(total, _PEAK_FLOOR)
+        for split in splits:
+            part = slice(split.first_item, split.first_item + split.num_items)
             peak_s, total_s, out_s = _split_partial(q[part], cache_rows, split)
             highest = torch.maximum(peak[part], peak_s)
             old, new = _exp_(peak[part] - highest), _exp_(peak_s - highest)

@@ -43,6 +43,19 @@ class FieldReader:
         value = default if value is None else value
         if value is None:
             raise self.error(key, "missing")
+        return self.checked(key, value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` such numbers."""
+        values = self.config.get(key)
+        if values is None:
+            raise self.error(key, "missing")
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"{shown(values)} is not a list of {count} numbers")
+        return tuple(self.checked(key, value) for value in values)
+
+    def checked(self, key: str, value: Any) -> float:
+        """`value`, said or worked out for `key`, as the number that it must be."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"{shown(value)} is not a number")
         if not _FLOAT32[0] <= value <= _FLOAT32[1]:

@@ -14,14 +14,20 @@ from typing import Any, Literal, cast
 
 from octavo.config.fields import FieldReader, shown, token_ids
 from octavo.config.kv_cache import KVCacheSpec
+from octavo.config.rope import RopeConfig, read_rope
 from octavo.errors import ConfigError, ModelLoadError
 
 DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_KINDS = ("default", "linear", "llama3")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+)
 
 # Far above any real model, so that a damaged config is refused and not tried.
 MAX_LAYERS = 4096
@@ -34,26 +40,10 @@ _GGUF_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# Families whose config may ask for a sliding window -> the window where the key is not there at all,
+# as in transformers.
+_WINDOWED: dict[str, int | None] = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": None}
 _GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base frequency and scaling kind with its parameters."""
-
-    theta: float
-    kind: str = "default"
-    """One of ROPE_KINDS."""
-    factor: float = 1.0
-    """linear, llama3: how much longer the context is than the one trained on."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original / low_freq_factor are stretched fully."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original / high_freq_factor are left alone."""
-    original_max_position_embeddings: int = 8192
-    """llama3: context of the first training."""
-    frequency_divisors: tuple[float, ...] = ()
-    """Divides each frequency; how a GGUF file spells llama3 (tensor rope_freqs.weight)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +66,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
+    """The longest context; see `RopeConfig.context`."""
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -88,6 +79,9 @@ class ModelConfig:
     """Biases on gate, up and down."""
     qk_norm: bool = False
     """An RMS norm over each head of q and of k, before the rotary embedding."""
+    sliding_window: int | None = None
+    """A token sees the keys from its position - sliding_window + 1 on; None: all. The KV cache still
+    holds the keys before: blocks out of the window are not freed yet."""
 
     @classmethod
     def from_hf(
@@ -110,6 +104,11 @@ class ModelConfig:
         num_kv_heads = read.count("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+        head_dim = _head_dim(architecture, hidden_size, num_heads, read)
+        declared = read.count("max_position_embeddings", limit=MAX_CONTEXT)
+        rope = read_rope(config, read, architecture, head_dim, declared)
+        if (context := rope.context(declared)) > MAX_CONTEXT:
+            raise read.error("max_position_embeddings", f"{context} is more than {MAX_CONTEXT}")
         vocab_size = read.count("vocab_size")
         bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
         eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
@@ -124,14 +123,15 @@ class ModelConfig:
             num_layers=read.count("num_hidden_layers", limit=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(architecture, hidden_size, num_heads, read),
+            head_dim=head_dim,
             rms_norm_eps=read.number("rms_norm_eps"),
-            rope=_rope(config, read),
-            max_position_embeddings=read.count("max_position_embeddings", limit=MAX_CONTEXT),
+            rope=rope,
+            max_position_embeddings=context,
             tie_word_embeddings=read.flag("tie_word_embeddings"),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
             qk_norm=architecture == "Qwen3ForCausalLM",
+            sliding_window=_window(architecture, read, context),
             **_biases(architecture, read),
         )
 
@@ -153,11 +153,17 @@ class ModelConfig:
         hf = _hf_from_gguf(metadata, tensor_types, path)
         config = cls.from_hf(hf, path, load_format, dtype)
         divisors = tuple(float(value) for value in frequency_divisors)
-        if divisors and len(divisors) != config.head_dim // 2:
+        if not divisors:
+            return config
+        if len(divisors) != config.head_dim // 2:
             raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
         if not all(0 < value < math.inf for value in divisors):
             raise ModelLoadError(f"{path}: rope_freqs.weight: not all positive and finite")
         return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """The same model in an engine whose requests have at most that many tokens."""
+        return replace(self, rope=self.rope.for_context(max_model_len))
 
     @property
     def dtype_bytes(self) -> int:
@@ -196,8 +202,10 @@ class ModelConfig:
 
         2 x (weights of all layers + vocab_size x hidden_size)
         + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
-        Norms, rotary embedding, softmax and activations are left out: below 1 %.
+        Norms, rotary embedding, softmax and activations are left out: below 1 %. With a sliding
+        window, of `context` keys only those in it count.
         """
+        context = min(context, self.sliding_window or context)
         matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
         logits = self.vocab_size * self.hidden_size
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
@@ -228,9 +236,6 @@ def _hf_from_gguf(
         raise ModelLoadError(
             f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
         )
-    scaling: dict[str, Any] | None = None
-    if get("rope.scaling.type") not in (None, "none"):
-        scaling = {"type": get("rope.scaling.type"), "factor": get("rope.scaling.factor")}
     quantised = not set(tensor_types.values()) <= set(_GGUF_FLOATS)
     stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
     tokens = metadata.get("tokenizer.ggml.tokens", ())
@@ -247,7 +252,7 @@ def _hf_from_gguf(
         "head_dim": head_dim,
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
-        "rope_scaling": scaling,
+        "rope_scaling": _gguf_rope_scaling(metadata, f"{name}.rope.scaling."),
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in tensor_types,
         "attention_bias": "blk.0.attn_q.bias" in tensor_types,
@@ -259,13 +264,23 @@ def _hf_from_gguf(
     }
 
 
+def _gguf_rope_scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    """All keys under the prefix: those we do not know are refused by whoever reads the section."""
+    names = {"original_context_length": "original_max_position_embeddings"}
+    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    found = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    if found.get("type") in (None, "none"):
+        return None
+    return {names.get(key, key): value for key, value in found.items()}
+
+
 # Key -> values that change nothing. Any other value asks for arithmetic we do not have.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "quantization_config": (),
     "sliding_window": (),
     "use_sliding_window": (False,),
-    "partial_rotary_factor": (1, 1.0),
+    "lm_head_bias": (False,),
     "per_layer_config": ({}, []),
     "num_experts": (0,),
     "num_local_experts": (0,),
@@ -273,16 +288,34 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path) -> None:
-    for key, harmless in _UNSUPPORTED.items():
-        # Qwen configs name a window that only use_sliding_window puts to use.
-        if key == "sliding_window" and architecture.startswith("Qwen"):
-            continue
+    windowed = architecture in _WINDOWED
+    harmless_keys = dict(_UNSUPPORTED)
+    # Qwen configs name a window that only use_sliding_window puts to use.
+    if windowed or architecture.startswith("Qwen"):
+        del harmless_keys["sliding_window"]
+    if windowed:  # their linears have no biases
+        harmless_keys |= {"attention_bias": (False,), "mlp_bias": (False,)}
+    for key, harmless in harmless_keys.items():
         value = config.get(key)
         if value is not None and value not in harmless:
             raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
     kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+    # All layers are alike.
+    kind = "full_attention"
+    if windowed and config.get("sliding_window", _WINDOWED[architecture]) is not None:
+        kind = "sliding_attention"
+    if not isinstance(kinds, list) or any(one != kind for one in kinds):
         raise ModelLoadError(f"{path}: layer_types={shown(kinds)} is not supported")
+
+
+def _window(architecture: str, read: FieldReader, context: int) -> int | None:
+    """None also for a window that holds the whole context: it hides nothing."""
+    if architecture not in _WINDOWED:
+        return None
+    if read.config.get("sliding_window", _WINDOWED[architecture]) is None:
+        return None
+    window = read.count("sliding_window", default=_WINDOWED[architecture])
+    return window if window < context else None
 
 
 def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldReader) -> int:
@@ -302,6 +335,8 @@ def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:
     """Which linears have biases; what a family's code fixes is not asked of its config."""
     if architecture == "Qwen2ForCausalLM":
         return {"attention_bias": True}
+    if architecture in _WINDOWED:
+        return {}
     attention = read.flag("attention_bias")
     mlp = architecture == "LlamaForCausalLM" and read.flag("mlp_bias")
     return {"attention_bias": attention, "attention_out_bias": attention, "mlp_bias": mlp}
@@ -326,37 +361,3 @@ def _dtype(asked: str, config: Mapping[str, Any]) -> DType:
     if not isinstance(name, str) or name not in DTYPE_BYTES:
         raise ConfigError(f"dtype: {shown(name)} is not one of {', '.join(DTYPE_BYTES)}")
     return cast(DType, name)
-
-
-def _rope(config: Mapping[str, Any], read: FieldReader) -> RopeConfig:
-    """Rope from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    scaling = config.get(key) or {}
-    if not isinstance(scaling, Mapping):
-        raise read.error(key, f"{shown(scaling)} is not an object")
-    kind, legacy = scaling.get("rope_type"), scaling.get("type")
-    if kind is not None and legacy is not None and kind != legacy:
-        raise read.error(key, f"rope_type={shown(kind)} and type={shown(legacy)} disagree")
-    kind = kind or legacy or ("default" if "factor" not in scaling else None)
-    if kind not in ROPE_KINDS:
-        supported = ", ".join(ROPE_KINDS)
-        raise ModelLoadError(
-            f"{read.where}: {key}: kind {shown(kind)} is not supported (supported: {supported})"
-        )
-    inner = FieldReader(scaling, f"{read.where}: {key}")
-    theta = inner.number("rope_theta", default=read.number("rope_theta", default=10000.0))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, inner.number("factor"))
-    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-    if low >= high:
-        raise inner.error("low_freq_factor", f"{low} must be below high_freq_factor={high}")
-    return RopeConfig(
-        theta,
-        kind,
-        inner.number("factor"),
-        low,
-        high,
-        inner.count("original_max_position_embeddings"),
-    )

@@ -105,7 +105,7 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     _integer("max_logprobs", args.max_logprobs, -1)
     log.keep(args, "max_logprobs")
     return EngineConfig(
-        model=model,
+        model=model.for_context(scheduler.max_model_len),
         cache=cache,
         scheduler=scheduler,
         device=facts.kind,

@@ -72,9 +72,15 @@ class Operation:
         return self.ceiling_s(machine) + self.count * machine.ramp_s
 
 
-def causal_pairs(query_len: int, seq_len: int) -> int:
-    """(query, key) pairs of the last `query_len` of `seq_len` tokens, each seeing all up to itself."""
-    return query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2
+def causal_pairs(query_len: int, seq_len: int, window: int | None = None) -> int:
+    """(query, key) pairs of the last `query_len` of `seq_len` tokens, each seeing all up to itself,
+    or as many of these as the window holds."""
+    pairs = query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2
+    if window is not None:  # what the tokens at positions from `window` on see no more
+        hidden = max(0, seq_len - window)
+        first = max(0, hidden - query_len)
+        pairs -= (hidden * (hidden + 1) - first * (first + 1)) // 2
+    return pairs
 
 
 def step_operations(
@@ -96,8 +102,9 @@ def step_operations(
     query, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
     qkv, row = query + 2 * kv, hidden * size
     tokens = sum(query_len for query_len, _ in requests)
-    keys = sum(seq_len for _, seq_len in requests)
-    pairs = sum(causal_pairs(*request) for request in requests)
+    window = model.sliding_window
+    keys = sum(min(seq, window + query - 1) if window else seq for query, seq in requests)
+    pairs = sum(causal_pairs(*request, window) for request in requests)
 
     def linear(name: str, n: int, k: int, bias: bool) -> Operation:
         moved, weights = tokens * (k + n), n * k + bias * n

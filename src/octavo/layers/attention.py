@@ -14,7 +14,7 @@ from octavo.config.model import ModelConfig
 from octavo.kernels.triton.rope_cache import rope_and_cache
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rotary import RotaryEmbedding
+from octavo.layers.rotary import RotaryEmbedding, pair_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden = config.hidden_size
+        hidden = self.hidden_size = config.hidden_size
         self.qkv_proj = Linear(hidden, (query, kv, kv), dtype, device, config.attention_bias)
         self.o_proj = Linear(query, (hidden,), dtype, device, config.attention_out_bias)
         self.q_norm: RMSNorm | None = None
@@ -52,8 +52,24 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
             self.k_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
+        self.rotary_dim = config.rope.rotary_dim(self.head_dim)
         self.rotary = rotary
         self.backend = backend
+
+    def arrange_heads(self) -> None:
+        """After loading: where heads are rotated in part, put q and k in the order of `pair_halves`.
+
+        So the rotation itself, and the fused GPU kernel, know whole heads only.
+        """
+        if self.rotary_dim == self.head_dim:
+            return
+        assert self.qkv_proj.weight is not None
+        assert self.qkv_proj.bias is None, "not arranged here"
+        assert self.q_norm is None, "not arranged here"
+        order = pair_halves(self.head_dim, self.rotary_dim).to(self.qkv_proj.weight.device)
+        rotated = sum(self.qkv_proj.parts[:2])
+        heads = self.qkv_proj.weight.data[:rotated].view(-1, self.head_dim, self.hidden_size)
+        heads.copy_(heads[:, order])
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: StepContext) -> torch.Tensor:
         """x: (T, hidden_size) -> the same shape. Writes this step's K/V into kv_cache."""

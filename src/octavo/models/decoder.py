@@ -140,6 +140,8 @@ class DecoderModel(nn.Module):
 
     def finalize(self, linear_backend: LinearBackend) -> None:
         """Make all linear weights ready to run, once, after loading."""
-        for module in self.modules():
+        for module in self.modules():  # parents come before their children
+            if isinstance(module, Attention):
+                module.arrange_heads()
             if isinstance(module, Linear):
                 module.finalize(linear_backend)

@@ -1,4 +1,7 @@
-"""Llama and Qwen dense models: what the checkpoint calls each weight. Their config says the rest."""
+"""Llama, Mistral, Qwen and Phi-3 dense models: what the checkpoint calls each weight.
+
+Their config says the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ from octavo.config.model import ModelConfig
 from octavo.models.decoder import WeightTarget
 
 
-def weight_map(config: ModelConfig) -> dict[str, WeightTarget]:
-    """Checkpoint tensor name -> its place in the model. Complete: nothing else is expected."""
+def weight_map(config: ModelConfig, fused: bool = False) -> dict[str, WeightTarget]:
+    """Checkpoint tensor name -> its place in the model. Complete: nothing else is expected.
+
+    fused: q, k and v are one tensor in the checkpoint, gate and up another, stacked as ours are.
+    """
     hidden = config.hidden_size
     vocab = (config.vocab_size, hidden)
     targets = {
@@ -17,11 +23,11 @@ def weight_map(config: ModelConfig) -> dict[str, WeightTarget]:
     if not config.tie_word_embeddings:
         targets["lm_head.weight"] = WeightTarget("lm_head.weight", 0, vocab)
     for index in range(config.num_layers):
-        targets |= _layer_map(config, index)
+        targets |= _layer_map(config, index, fused)
     return targets
 
 
-def _layer_map(config: ModelConfig, index: int) -> dict[str, WeightTarget]:
+def _layer_map(config: ModelConfig, index: int, fused: bool) -> dict[str, WeightTarget]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
@@ -52,6 +58,8 @@ def _layer_map(config: ModelConfig, index: int) -> dict[str, WeightTarget]:
             targets[f"{theirs}.{name}.weight"] = place
     for name, in_features, parts, bias in linears:
         start = 0
+        if fused:
+            parts = {name: sum(parts.values())}
         for part, rows in parts.items():
             shape = (rows, in_features)
             targets[f"{theirs}.{part}.weight"] = WeightTarget(f"{ours}.{name}.weight", start, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,6 +16,8 @@ WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
     "LlamaForCausalLM": llama.weight_map,
     "Qwen2ForCausalLM": llama.weight_map,
     "Qwen3ForCausalLM": llama.weight_map,
+    "MistralForCausalLM": llama.weight_map,
+    "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
 }
 """One entry for each of config.model.ARCHITECTURES."""
 

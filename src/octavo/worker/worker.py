@@ -57,9 +57,14 @@ class Worker:
         model, scheduler = self._config.model, self._config.scheduler
         spec = model.kv_cache_spec(self._config.cache.block_size)
         if self._config.device == "cpu":
-            return ReferenceAttention(model.num_heads, spec)
+            return ReferenceAttention(model.num_heads, spec, model.sliding_window)
         return TritonAttention(
-            model.num_heads, spec, scheduler.max_num_seqs, scheduler.max_model_len, self._device
+            model.num_heads,
+            spec,
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            self._device,
+            model.sliding_window,
         )
 
     @torch.inference_mode()

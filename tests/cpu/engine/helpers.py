@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from octavo.config.model import ModelConfig, RopeConfig
+from octavo.config.model import ModelConfig
+from octavo.config.rope import RopeConfig
 from octavo.engine.tokenizer import Tokenizer
 
 BYTE_CHARS = {

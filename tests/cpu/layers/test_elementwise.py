@@ -1,25 +1,19 @@
-"""Norm, activation, rotary embedding and embedding against plain formulas, and row invariance."""
+"""Norm, activation and embedding against plain formulas, and row invariance."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from octavo.config.model import ModelConfig, RopeConfig
-from octavo.errors import ConfigError, ModelLoadError
+from octavo.config.rope import RopeConfig
 from octavo.layers.activation import silu_and_mul
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rotary import RotaryEmbedding, inverse_frequencies
-from tests.cpu.paged import assert_close, assert_same_bits, settings
+from octavo.layers.rotary import RotaryEmbedding
+from tests.cpu.paged import assert_close, assert_same_bits
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -84,88 +78,6 @@ def test_rows_do_not_depend_on_their_place(size: int, dtype: torch.dtype, thread
                 assert_same_bits(operation(x[rows]), expected[rows])
     finally:
         torch.set_num_threads(before)
-
-
-def hf_config(**changes: Any) -> transformers.LlamaConfig:
-    base = {"hidden_size": 64, "num_attention_heads": 1, "max_position_embeddings": 4096}
-    return transformers.LlamaConfig(**base, **changes)
-
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 2.5},
-    "llama3": LLAMA3,
-}
-
-
-@pytest.mark.parametrize("spelling", ["type", "rope_type", "rope_parameters", "both"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_w08_frequencies_equal_transformers(kind: str, spelling: str) -> None:
-    """W08: each kind of rope scaling in each spelling, against transformers' own functions."""
-    parameters = {"rope_type": kind, "rope_theta": 5000.0, **KINDS[kind]}
-    reference = hf_config(rope_parameters=parameters)
-    if kind == "default":
-        exponents = torch.arange(0, 64, 2, dtype=torch.int64).float() / 64
-        expected = 1.0 / 5000.0**exponents
-    else:
-        expected, factor = ROPE_INIT_FUNCTIONS[kind](reference, CPU)
-        assert factor == 1.0
-    if spelling == "rope_parameters":
-        config = settings(rope_parameters=parameters, rope_theta=None)
-    else:
-        keys = ("type", "rope_type") if spelling == "both" else (spelling,)
-        scaling = dict.fromkeys(keys, kind) | KINDS[kind]
-        config = settings(rope_scaling=scaling, rope_theta=5000.0)
-    rope = ModelConfig.from_hf(config, Path("x"), "dummy").rope
-    assert_close(inverse_frequencies(rope, 64), expected, 1e-7)
-    if kind == "default":
-        no_scaling = settings(rope_scaling=None, rope_theta=5000.0)
-        assert ModelConfig.from_hf(no_scaling, Path("x"), "dummy").rope == rope
-
-
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-@pytest.mark.parametrize("kind", ["foo", "yarn", "dynamic", "longrope", 3, ["linear"]])
-def test_w08_unknown_rope_kind_is_refused(kind: object, key: str) -> None:
-    """W08: what is not implemented refuses to start and lists what is."""
-    with pytest.raises(ModelLoadError, match=r"rope_scaling.*supported: default, linear, llama3"):
-        ModelConfig.from_hf(settings(rope_scaling={key: kind, "factor": 2.0}), Path("x"), "dummy")
-
-
-@pytest.mark.parametrize(
-    ("scaling", "words"),
-    [
-        ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "disagree"),
-        ({"type": "linear"}, "factor: missing"),
-        ({"factor": 2.0}, "kind None"),
-        ({"rope_type": "linear", "factor": "2"}, "factor: '2' is not a number"),
-        ({"rope_type": "linear", "factor": math.nan}, "factor: nan"),
-        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor"),
-        ("linear", "not an object"),
-    ],
-)
-def test_w08_bad_rope_scaling_is_refused_by_name(scaling: object, words: str) -> None:
-    """W08: keys that disagree, are missing or are no numbers."""
-    with pytest.raises((ConfigError, ModelLoadError), match=words):
-        ModelConfig.from_hf(settings(rope_scaling=scaling), Path("x"), "dummy")
-
-
-def test_rotary_rotates_halves() -> None:
-    """Pair (i, i + 32) by position * frequency i; position 0 changes nothing."""
-    rotary = RotaryEmbedding(RopeConfig(1e4), 64, 100, CPU)
-    x = torch.randn(3, 2, 64)
-    out = rotary(x, rotary.tables(torch.tensor([0, 1, 99])))
-    assert_same_bits(out[0], x[0])
-    for row, position in ((1, 1), (2, 99)):
-        angle = position / 1e4 ** (torch.arange(32).double() / 32)
-        first, second = x[row].double().chunk(2, -1)
-        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
-        assert_close(out[row], torch.cat((turned.real, turned.imag), -1), 1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
