@@ -44,15 +44,32 @@ LLAMA = {
     "rope_theta": 1e4,
 }
 SHAPES = {"qwen": QWEN, "llama": LLAMA}
+FAMILIES = {
+    **SHAPES,
+    # Windows that the texts outgrow, and factors for a context beyond the original one.
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 23},
+    "phi3": {
+        **QWEN,
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": 40,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + i / 4 for i in range(48)],
+        },
+    },
+}
 
 
 def model_folder(folder: Path, shape: str) -> Path:
     """A checkpoint with weights large enough that attention decides: dummies would hide errors."""
     path = folder / shape
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (path / "config.json").write_text(json.dumps(FAMILIES[shape]))
     generator = torch.Generator().manual_seed(0)
-    config = ModelConfig.from_hf(SHAPES[shape], path, "safetensors")
+    config = ModelConfig.from_hf(FAMILIES[shape], path, "safetensors")
     tensors = {}
     for name, target in weight_map(config).items():
         drawn = torch.randn(target.shape, generator=generator)

@@ -180,18 +180,18 @@ class ReferenceAttention:
         lowest = torch.zeros_like(first) if window is None else (first - window + 1).clamp_(min=0)
         firsts, lasts, lowests = first.tolist(), last.tolist(), lowest.tolist()
         for start in range(min(lowests) // SPLIT_SIZE * SPLIT_SIZE, lasts[0] + 1, SPLIT_SIZE):
-            keys = torch.arange(start, start + SPLIT_SIZE)
             end = sum(one >= start for one in lasts)
             begin = 0
             while begin < end and lowests[begin] >= start + SPLIT_SIZE:
                 begin += 1
+            if begin == end:
+                continue
             full = begin
             while full < end and firsts[full] >= start + SPLIT_SIZE - 1:
                 if window is not None and lasts[full] - window >= start:
                     break
                 full += 1
-            if begin == end:
-                continue
+            keys = torch.arange(start, start + SPLIT_SIZE)
             visible = keys <= position[full:end]
             if window is not None:
                 visible &= keys > position[full:end] - window

@@ -99,13 +99,15 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     linear_backend = _resolve_linear_backend(args, facts, log)
     log.keep(args, "enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
+    if model.rope.kind == "longrope":
+        model = _resolve_longrope(model, scheduler.max_model_len, log)
     cache = _resolve_cache(args, facts, log)
     _integer("seed", args.seed, -(2**63), 2**64 - 1)
     log.keep(args, "seed")
     _integer("max_logprobs", args.max_logprobs, -1)
     log.keep(args, "max_logprobs")
     return EngineConfig(
-        model=model.for_context(scheduler.max_model_len),
+        model=model,
         cache=cache,
         scheduler=scheduler,
         device=facts.kind,
@@ -202,6 +204,16 @@ def _resolve_scheduler(
         policy=args.scheduling_policy,
         async_scheduling=overlap,
     )
+
+
+def _resolve_longrope(model: ModelConfig, max_model_len: int, log: _Log) -> ModelConfig:
+    """The model with one of its two sets of factors. A pool that is too small for that context does
+    not change the choice: the model is loaded by then."""
+    original = model.rope.original_max_position_embeddings
+    chosen, relation = ("long", "beyond") if max_model_len > original else ("short", "within")
+    reason = f"max_model_len={max_model_len} is {relation} the original context of {original}"
+    log.pick("longrope_factors", None, chosen, reason)
+    return model.for_context(max_model_len)
 
 
 def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConfig:

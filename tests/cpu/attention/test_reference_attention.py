@@ -25,10 +25,12 @@ class Fixture:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         stale: float = 0.0,
+        window: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(len(lengths))
         self.spec = KVCacheSpec(block_size, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
-        self.backend = ReferenceAttention(NUM_HEADS, self.spec)
+        self.window = window
+        self.backend = ReferenceAttention(NUM_HEADS, self.spec, window)
 
         def random(length: int, heads: int) -> torch.Tensor:
             return torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
@@ -74,6 +76,8 @@ class Fixture:
         k, v = (t.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * SCALE
         mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        if self.window:
+            mask = mask.triu(1 - self.window)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1)
 
@@ -118,6 +122,54 @@ def test_solo_batched_chunked_and_decoded_have_equal_bits(dtype: torch.dtype) ->
     fixture = Fixture(lengths, 16, dtype)
     got = [fixture.step(counts)[0] for counts in ({2: 300, 0: 500, 1: 89}, {1: 1, 0: 100, 2: 33})]
     assert_same_bits(torch.cat(got), expected)
+
+
+@pytest.mark.parametrize("window", [1, 40, 255, 256, 257, 300, 699, 5000])
+def test_window_equals_unpaged(window: int) -> None:
+    """A token sees `window` keys, its own the last; all requests at once, then in chunks."""
+    lengths = (1, 17, 300, 700)
+    fixture = Fixture(lengths, window=window)
+    for request, got in fixture.step(dict(enumerate(lengths))).items():
+        assert_close(got, fixture.expected(request), 3e-6)
+    fixture = Fixture(lengths, window=window)
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    for counts in ({3: 690, 1: 5}, {3: 1, 1: 12, 2: 299}, {2: 1, 0: 1, 3: 9}):
+        for request, got in fixture.step(counts).items():
+            parts[request].append(got)
+    for request, pieces in enumerate(parts):
+        assert_close(torch.cat(pieces), fixture.expected(request), 3e-6)
+
+
+@pytest.mark.parametrize("window", [1, 40, 256, 300])
+def test_window_keeps_bits_whatever_runs_beside(window: int) -> None:
+    """Which splits an item needs depends on its rows; chunks, batch mates and decodes agree."""
+    lengths = (600, 90, 333)
+    expected = Fixture(lengths, window=window).run(0, [600])
+    for sizes in ([37] * 16 + [8], [501, 99], [240, *[1] * 40, 320], [599, 1]):
+        assert_same_bits(Fixture(lengths, window=window).run(0, sizes), expected)
+    assert_same_bits(Fixture(lengths, 32, window=window).run(0, [300, 300]), expected)
+    fixture = Fixture(lengths, window=window)
+    got = [fixture.step(counts)[0] for counts in ({2: 300, 0: 500, 1: 89}, {1: 1, 0: 100, 2: 33})]
+    assert_same_bits(torch.cat(got), expected)
+
+
+def test_window_that_hides_nothing_changes_no_bit() -> None:
+    expected = Fixture((300,)).run(0, [300])
+    assert_same_bits(Fixture((300,), window=300).run(0, [300]), expected)
+
+
+def test_splits_before_the_window_are_skipped() -> None:
+    """A decode at position 2,000 with a window of 40 gathers one split; its early blocks are not
+    read, so they may hold NaN."""
+    fixture, clean = Fixture((2001,), window=40), Fixture((2001,), window=40)
+    for one in (fixture, clean):
+        one.run(0, [2000])
+    for block in fixture.blocks.tables[0][: 1900 // 16]:
+        fixture.cache[block] = float("nan")
+    common = common_metadata([1], [2001], fixture.blocks.tables, 16)
+    [group] = fixture.backend.build_metadata(common).groups
+    assert len(group.splits) == 1
+    assert_same_bits(fixture.step({0: 1})[0], clean.step({0: 1})[0])
 
 
 def test_stale_nan_in_unowned_slots_reaches_nothing() -> None:

@@ -127,6 +127,24 @@ def test_bad_gguf_metadata_is_named(key: str, value: object) -> None:
         ModelConfig.from_gguf({**GGUF, key: value}, {}, Path("x"))
 
 
+def test_yarn_in_gguf_metadata() -> None:
+    """As llama.cpp's converter writes it; a key that we do not know is refused by name."""
+    prefix = "llama.rope.scaling."
+    said = {
+        f"{prefix}type": "yarn",
+        f"{prefix}factor": 4.0,
+        f"{prefix}original_context_length": 8,
+        f"{prefix}finetuned": True,
+        f"{prefix}yarn_beta_fast": 16.0,
+    }
+    config = ModelConfig.from_gguf({**GGUF, **said}, {}, Path("x"))
+    hf = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 16.0}
+    assert config.rope == read(rope_scaling=hf).rope
+    assert config.max_position_embeddings == 32
+    with pytest.raises(ModelLoadError, match="yarn_log_multiplier"):
+        ModelConfig.from_gguf({**GGUF, **said, f"{prefix}yarn_log_multiplier": 0.1}, {}, Path("x"))
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_frequency_divisors_are_named(bad: float) -> None:
     divisors = [1.0] * 7 + [bad]
@@ -161,6 +179,99 @@ def test_a_qwen_window_counts_only_where_it_is_used(architecture: str) -> None:
     assert read(**named, layer_types=["full_attention"] * 2).num_layers == 2
     with pytest.raises(ModelLoadError, match="use_sliding_window=True is not supported"):
         read(**named, use_sliding_window=True)
+
+
+def mistral(**changes: Any) -> ModelConfig:
+    return read(**{"architectures": ["MistralForCausalLM"], **changes})
+
+
+def test_a_window_is_read_where_the_family_has_one() -> None:
+    """Mistral's is 4,096 where the key is not there, as in transformers; null is none."""
+    assert mistral(sliding_window=100).sliding_window == 100
+    assert mistral(sliding_window=100, layer_types=["sliding_attention"] * 2).sliding_window == 100
+    assert mistral(sliding_window=None).sliding_window is None
+    assert mistral(sliding_window=None, layer_types=["full_attention"] * 2).num_layers == 2
+    assert mistral(max_position_embeddings=32768).sliding_window == 4096
+    assert read(architectures=["Phi3ForCausalLM"]).sliding_window is None
+    assert read(architectures=["Phi3ForCausalLM"], sliding_window=47).sliding_window == 47
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    """Phi-3-mini-128k names one of 262,144."""
+    assert mistral(sliding_window=1024).sliding_window is None
+    assert mistral(sliding_window=1023).sliding_window == 1023
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 0),
+        ("sliding_window", "4096"),
+        ("sliding_window", [4096]),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", ["full_attention"] * 2),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("lm_head_bias", True),
+        ("partial_rotary_factor", 0.5),
+    ],
+)
+def test_what_mistral_does_not_have_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises((ConfigError, ModelLoadError), match=key):
+        mistral(**{"sliding_window": 100, key: value})
+
+
+@pytest.mark.parametrize("value", [0, 1.5, 0.05, 0.7, "x", 10**400])
+@pytest.mark.parametrize("inner", [True, False])
+def test_bad_partial_rotary_factors_are_named(value: object, inner: bool) -> None:
+    """0.7 of 16 dimensions are 11, which make no pairs; 0.05 of them none at all."""
+    key = {"partial_rotary_factor": value}
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        read(architectures=["Phi3ForCausalLM"], **({"rope_parameters": key} if inner else key))
+
+
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+    "eos_token_id": 199999,
+}
+
+
+def test_phi4_mini() -> None:
+    """Keys as in its config.json; 3.8 B parameters by the model card. Weight map and count agree."""
+    config = read(**PHI4_MINI)
+    assert config.num_parameters() == 3_836_021_760
+    shapes = [target.shape for target in weight_map(config).values()]
+    assert sum(math.prod(shape) for shape in shapes) == config.num_parameters()
+    assert (config.sliding_window, config.rope.rotary_dim(128)) == (None, 96)
+    assert config.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32, 4096)))
+    assert config.rope.frequency_divisors == (2.0,) * 48
+    assert config.for_context(4096).rope.frequency_divisors == (1.0,) * 48
+
+
+def test_the_first_phi3_says_su_or_yarn_for_longrope() -> None:
+    scaling = PHI4_MINI["rope_scaling"]
+    assert isinstance(scaling, dict)
+    for kind in ("su", "yarn"):
+        assert read(**PHI4_MINI | {"rope_scaling": {**scaling, "type": kind}}) == read(**PHI4_MINI)
+    both = {**scaling, "type": "su", "rope_type": "longrope"}
+    assert read(**PHI4_MINI | {"rope_scaling": both}) == read(**PHI4_MINI)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from octavo.config.resolve import (
     resolve,
     size_kv_pool,
 )
+from octavo.config.rope import RopeConfig
 from octavo.errors import ConfigError
 
 FACTS = DeviceFacts("cpu", "test", num_threads=2, available_bytes=8 << 30)
@@ -94,6 +95,30 @@ def test_every_decision_has_a_value_and_a_reason() -> None:
 def test_bad_value_names_its_setting(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         resolved(**{name: value})
+
+
+def test_longrope_factors_follow_the_longest_request() -> None:
+    """Other kinds do not ask how long a request may be."""
+    rope = RopeConfig(
+        1e4,
+        "longrope",
+        original_max_position_embeddings=1000,
+        short_factor=(1.0,) * 8,
+        long_factor=(2.0,) * 8,
+    )
+    model = dataclasses.replace(MODEL, rope=rope)
+    for max_model_len, factor, word in (
+        (None, 2.0, "long"),
+        (1001, 2.0, "long"),
+        (1000, 1.0, "short"),
+    ):
+        args = make_args({"model": "model", "max_model_len": max_model_len})
+        config = resolve(args, model, FACTS)
+        assert config.model.rope.frequency_divisors == (factor,) * 8
+        [decision] = [one for one in config.decisions if one.name == "longrope_factors"]
+        assert decision.value == word
+        assert "original context of 1000" in decision.reason
+    assert resolved(max_model_len=100).model == MODEL
 
 
 def test_unknown_setting_is_refused_and_the_known_are_listed() -> None:

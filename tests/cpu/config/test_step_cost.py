@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,24 @@ def test_figures_of_another_device_are_called_assumed() -> None:
         other = machine_for(name)
         assert other.source.startswith(f"assumed, not those of {name!r}: ")
         assert (other.bytes_per_s, other.flops_per_s) == (H200.bytes_per_s, H200.flops_per_s)
+
+
+@given(st.integers(1, 100), st.integers(0, 100), st.integers(1, 220))
+def test_pairs_in_a_window_are_counted_one_by_one(query: int, computed: int, window: int) -> None:
+    seen = sum(min(position + 1, window) for position in range(computed, computed + query))
+    assert causal_pairs(query, computed + query, window) == seen
+
+
+def test_a_window_bounds_the_keys_that_are_read() -> None:
+    config = model(LLAMA3_8B)
+    windowed = dataclasses.replace(config, sliding_window=100)
+    [short], [long] = (
+        [op for op in step_operations(windowed, [(1, keys)], 1) if op.name == "attention"]
+        for keys in (100, 5000)
+    )
+    assert short == long
+    assert long.kv_bytes == 100 * config.kv_bytes_per_token()
+    [chunk] = [op for op in step_operations(windowed, [(7, 5000)], 1) if op.name == "attention"]
+    assert chunk.kv_bytes == 106 * config.kv_bytes_per_token()
+    assert windowed.flops_per_token(5000) == config.flops_per_token(100)
+    assert windowed.flops_per_token(0) == config.flops_per_token(0)

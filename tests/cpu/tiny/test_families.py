@@ -1,0 +1,61 @@
+"""The engine on families with windows and fused weights: results do not depend on the batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.config.model import ModelConfig
+from octavo.models.registry import weight_map
+from octavo.outputs import RequestOutput
+from tests.cpu.tiny.conftest import TINY
+from tests.cpu.tiny.helpers import params, run, tiny
+
+PROMPTS = [[3, 4, 5], list(range(10, 200)), [7] * 33, list(range(100, 429))]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [3.0] * 6},
+    },
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+}
+
+
+def save(folder: Path, family: str) -> Path:
+    """A checkpoint with weights large enough that attention decides."""
+    content = {**TINY, "tie_word_embeddings": False, **FAMILIES[family]}
+    (folder / "config.json").write_text(json.dumps(content))
+    generator = torch.Generator().manual_seed(0)
+    targets = weight_map(ModelConfig.from_hf(content, folder, "safetensors"))
+    drawn = {name: torch.randn(one.shape, generator=generator) for name, one in targets.items()}
+    save_file({name: 0.2 * tensor for name, tensor in drawn.items()}, folder / "model.safetensors")
+    return folder
+
+
+def result(output: RequestOutput) -> tuple[list[int], list[float]]:
+    [completion] = output.outputs
+    assert completion.logprobs is not None
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    return completion.token_ids, [entry[token].logprob for entry, token in pairs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_solo_batched_chunked_and_warm_are_equal(family: str, tmp_path: Path) -> None:
+    """Tokens and the bits of their scores, also where the prefix cache holds what a window hides."""
+    folder, settings = save(tmp_path, family), params(max_tokens=24, logprobs=0)
+    loaded = {"load_format": "safetensors"}
+    with tiny(folder, **loaded) as llm:
+        solo = [result(run(llm, [prompt], settings)[0]) for prompt in PROMPTS]
+    for budget in (37, 501):
+        with tiny(folder, max_num_batched_tokens=budget, **loaded) as llm:
+            for _ in ("cold", "warm"):
+                assert [result(one) for one in run(llm, PROMPTS, settings)] == solo
+    assert len({token for tokens, _ in solo for token in tokens}) > 20
