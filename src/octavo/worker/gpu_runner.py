@@ -66,7 +66,8 @@ class GpuModelRunner(ModelRunner):
             )
             self._sampling.remove(0)
         if self._graphs is None:
-            for num_tokens in (1, 32, 96):  # one of each tile of the small products
+            for size in (1, 32, 96):  # one of each tile of the small products
+                num_tokens = min(size, self._config.scheduler.max_num_batched_tokens)
                 self._logits = self._empty_logits(min(num_tokens, self._max_num_seqs))
                 self._inputs.fill([], [], [], (len(self._logits), num_tokens))
                 self._forward_bucket(num_tokens)

@@ -57,6 +57,8 @@ class StepInputs:
         slots, query_lens: R ints; sampled_rows: which of the R get a token; padded: requests and
         tokens, padding included.
         """
+        assert padded[0] <= len(self.sample_slots)
+        assert padded[1] <= len(self.input_ids)
         self._staging.release()  # the steps so far are the last to read what they share
         starts = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
