@@ -39,4 +39,4 @@ soak: $(VENV)/.dev
 	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest tests/cpu/real
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/octavo.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -29,7 +30,7 @@ def run_latency(
     for iteration in range(warmup + iterations):
         prompts = random_prompts([input_len] * batch_size, config.model.vocab_size, seed=iteration)
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         elapsed = time.perf_counter() - start
         produced = check_produced(
             outputs, [output_len] * batch_size, config.scheduler.max_model_len

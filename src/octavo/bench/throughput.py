@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -25,7 +26,7 @@ def run_throughput(
         for n in output_lens
     ]
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     elapsed = time.perf_counter() - start
     produced = check_produced(outputs, output_lens, config.scheduler.max_model_len)
     return {

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     add_model_argument(parser)
     parser.add_argument("--system", help="system message")
-    add_sampling_arguments(parser, FIELDS, max_tokens=None, temperature=0.7, top_p=0.95)
+    add_sampling_arguments(parser, FIELDS, max_tokens=1024, temperature=0.7, top_p=0.95)
     add_engine_arguments(parser)
 
 

@@ -56,7 +56,7 @@ def add_sampling_arguments(
     group = parser.add_argument_group("sampling parameters")
     for name in fields:
         if name != "seed":  # the engine's --seed already fixes every request that has none
-            _add(group, SamplingParams, name)
+            _add(group, SamplingParams, name, **defaults)
     parser.set_defaults(sampling_defaults=defaults)
 
 
@@ -70,10 +70,11 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{**args.sampling_defaults, **given})
 
 
-def _add(group: argparse._ArgumentGroup, owner: type, name: str) -> None:
+def _add(group: argparse._ArgumentGroup, owner: type, name: str, **defaults: Any) -> None:
     """One option; it is absent from the namespace unless given, so defaults stay in one place."""
     hint = get_type_hints(owner)[name]
     default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
+    default = defaults.get(name, default)
     shown = "" if default is None else f" [{default}]"
     options: dict[str, Any] = {
         "default": argparse.SUPPRESS,

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError, DeviceLostError
 from octavo.models.decoder import TORCH_DTYPES
 from octavo.weights.loader import load_model
 from octavo.worker.cpu_runner import CpuModelRunner
-from octavo.worker.device import probe_device
+from octavo.worker.device import initialise_math, probe_device
 from octavo.worker.forward_batch import build_common_metadata
 from octavo.worker.gpu_runner import GpuModelRunner
 from octavo.worker.model_runner import LaunchedStep, ModelRunner
@@ -44,6 +44,8 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None
         if config.device == "cuda":
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        else:
+            initialise_math()
         self._backend = self._make_backend()
         self._model = load_model(
             config.model, self._backend, self._device, config.seed, config.linear_backend

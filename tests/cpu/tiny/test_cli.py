@@ -301,3 +301,17 @@ def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "shown"),
+    [("chat", ["[0.7]", "[0.95]", "[1024]"]), ("generate", ["[128]", "[1.0]"])],
+)
+def test_help_shows_the_defaults_of_its_verb(
+    verb: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert all(default in text for default in shown)
+    assert "[16]" not in text.split("engine settings")[0]
