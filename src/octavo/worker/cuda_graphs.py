@@ -6,9 +6,11 @@ whose tokens fit its bucket: decode, verification, small chunks. What is larger 
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +33,19 @@ def bucket_sizes(limit: int) -> list[int]:
     return [size for size in sizes if size < limit] + [limit]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collects now, and not inside: the graphs of an engine that is gone, freed amid a capture, end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaGraphs:
     """Captured once after the KV cache exists; `replay` may follow any change of the inputs."""
 
@@ -39,14 +54,15 @@ class CudaGraphs:
         self._sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         start = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(sizes):  # the largest first: the others fit into its memory
-            forward(size)  # compiles and allocates what may not happen under capture
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                result = forward(size)
-            self._graphs[size] = graph, result
+        with _no_garbage_collection():
+            pool = torch.cuda.graph_pool_handle()
+            for size in reversed(sizes):  # the largest first: the others fit into its memory
+                forward(size)  # compiles and allocates what may not happen under capture
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    result = forward(size)
+                self._graphs[size] = graph, result
         seconds = time.perf_counter() - start
         logger.info("captured %d CUDA graphs in %.1f s", len(sizes), seconds)
 
