@@ -24,7 +24,7 @@ VERBS = {
     "info": "parameters, KV bytes and FLOPs a token of a model, and what fits this machine",
     "explain": "each resolved setting and why, or what a step must do",
     "bench": "measure latency, throughput, the prefix cache or one GPU step",
-    "kernels": "the matmul kernel lab: list, bench, asm, roofline, report",
+    "kernels": "the matmul kernel lab: list, device, bench, asm, roofline, occupancy, report",
 }
 
 
