@@ -20,7 +20,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.engine.turns import InterruptGate, Turns
-from octavo.errors import EngineDeadError, OctavoError
+from octavo.errors import EngineDeadError
 from octavo.outputs import RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
 from octavo.weights.checkpoint import load_model_config
@@ -109,7 +109,7 @@ class LLMEngine:
             try:
                 for child in children:
                     self._core.add_request(child)
-            except OctavoError:
+            except BaseException:
                 self._abort([request_id])
                 raise
             if sink is not None:
@@ -132,9 +132,11 @@ class LLMEngine:
             with self._turns.take() as gate:
                 if sink:
                     return
-                if not any(self._outputs.has_request(name) for name in request_ids):
-                    raise EngineDeadError("the requests ended without an output")
                 self._pump(gate)
+                # Only then: looking through thousands of ended requests takes as long as a step.
+                idle = not sink and not self._core.has_work()
+                if idle and not any(self._outputs.has_request(name) for name in request_ids):
+                    raise EngineDeadError("the requests ended without an output")
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests; returns what they still had to say, their last outputs at the end.
@@ -192,7 +194,11 @@ class LLMEngine:
 
     def _abort_queued(self) -> None:
         while self._to_abort:
-            self._abort([self._to_abort.popleft()])
+            request_id = self._to_abort.popleft()
+            has_sink = request_id in self._sinks
+            last = self._abort([request_id])
+            if not has_sink:
+                self._unclaimed += last
 
     def _drain(self, gate: InterruptGate) -> None:
         while self._is_busy():

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+
 from octavo.config.engine import Decision, EngineConfig
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from octavo.worker.model_runner import LaunchedStep
@@ -29,8 +31,18 @@ class PendingStep:
 
         A DeviceLostError means that no later step can succeed.
         """
+        failure = self._launched.exception()
+        if failure is not None:
+            error = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+            return self._worker.diagnose(error)
+        step = self._launched.result()
         try:
-            return self._launched.result().collect()
+            # What a signal handler raises during the waits is not the step's error, and passes.
+            step.wait()
+        except torch.AcceleratorError as lost:
+            return self._worker.diagnose(lost)
+        try:
+            return step.collect()
         except Exception as error:
             return self._worker.diagnose(error)
 

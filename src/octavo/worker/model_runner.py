@@ -80,10 +80,13 @@ class LaunchedStep:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def collect(self) -> ModelRunnerOutput:
-        """Wait for the device and return plain data. May be called again after an interrupt."""
+    def wait(self) -> None:
+        """Wait for the device. May be called again after an interrupt."""
         if self.done is not None:
             self.done.synchronize()
+
+    def collect(self) -> ModelRunnerOutput:
+        """What the step brought, as plain data; after `wait`."""
         output = ModelRunnerOutput(
             self.step_id, prompt_logprobs=self.prompt_logprobs, errors=dict(self.errors)
         )

@@ -288,3 +288,43 @@ def test_a_forked_child_is_told_so(driving: bool, tiny_model: Path) -> None:
             thread.join()
         list(stream)
         assert tokens(run(llm, PROMPTS, PARAMS)) == expected
+
+
+def test_what_a_signal_handler_raises_is_not_the_steps_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual timeout idiom: the call ends with it, the engine and the next call do not."""
+
+    def too_late(number: int, frame: object) -> None:
+        raise TimeoutError("too late")
+
+    with tiny(tiny_model) as llm:
+        expected = tokens(run(llm, PROMPTS, PARAMS))
+        worker = llm.engine.core._executor._worker
+        launch = worker.launch
+
+        def slow(plan: Any) -> Any:
+            time.sleep(0.4)
+            return launch(plan)
+
+        before = signal.signal(signal.SIGALRM, too_late)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(worker, "launch", slow)
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(TimeoutError, match="too late"):
+                    run(llm, PROMPTS, PARAMS)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert tokens(run(llm, PROMPTS, PARAMS)) == expected
+
+
+def test_a_late_abort_still_brings_the_last_output(tiny_model: Path) -> None:
+    with tiny(tiny_model) as llm:
+        engine = llm.engine
+        engine.add_request("a", [3, 4, 5], PARAMS)
+        engine.step()
+        engine.abort_soon(["a"])
+        seen = [output for _ in range(20) if engine.has_work() for output in engine.step()]
+        assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
