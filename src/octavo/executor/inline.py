@@ -7,7 +7,7 @@ N. On a GPU launching returns at once by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from octavo.worker.model_runner import LaunchedStep
 from octavo.worker.worker import Worker
 
 Result = TypeVar("Result")
+_LOOK_UP = 0.05  # seconds
 
 
 class PendingStep:
@@ -31,6 +32,9 @@ class PendingStep:
 
         A DeviceLostError means that no later step can succeed.
         """
+        while not self._launched.done():
+            # A signal that came just before this waits is seen after it: it must not be long.
+            wait([self._launched], timeout=_LOOK_UP)
         failure = self._launched.exception()
         if failure is not None:
             error = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
