@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import struct
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from octavo.config.engine import EngineArgs
 from octavo.errors import ConfigError, ModelLoadError, OctavoError
+from octavo.models.registry import weight_map
 from octavo.weights.checkpoint import load_model_config
 from octavo.weights.gguf import GGUFFile, iterate_tensors
 from tests.cpu.paged import PagedModel, assert_close, assert_same_bits, settings
@@ -113,7 +113,12 @@ def load(path: Path, content: bytes) -> None:
 
 
 def test_whole_file_loads(small: bytes, tmp_path: Path) -> None:
-    load(tmp_path / "m.gguf", small)
+    path = tmp_path / "m.gguf"
+    load(path, small)
+    config = load_model_config(EngineArgs(str(path)))
+    loaded = dict(iterate_tensors(GGUFFile(path), config))
+    assert set(loaded) == set(weight_map(config))
+    assert all(tensor.isfinite().all() for tensor in loaded.values())
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, 24, 100, 500, 1500, -1, -1000])
@@ -155,15 +160,20 @@ def test_random_damage_never_crashes(small: bytes, tmp_path: Path) -> None:
     """300 files with damaged headers: each loads or raises an error of ours."""
     chooser = random.Random(0)
     header = small.index(b"blk.0.ffn_down") + 400
+    outcomes = []
     for _ in range(300):
         content = bytearray(small)
         for _ in range(chooser.randint(1, 4)):
             content[chooser.randrange(header)] = chooser.choice([0, 1, 255, chooser.randrange(256)])
         path = tmp_path / "m.gguf"
         path.write_bytes(content)
-        with contextlib.suppress(OctavoError):
+        try:
             config = load_model_config(EngineArgs(str(path)))
             dict(iterate_tensors(GGUFFile(path), config))
+            outcomes.append("loaded")
+        except OctavoError:
+            outcomes.append("refused")
+    assert set(outcomes) == {"loaded", "refused"}  # the damage is neither harmless nor total
 
 
 def test_load_weights_is_repeatable_from_one_file(small: bytes, tmp_path: Path) -> None:

@@ -215,10 +215,12 @@ def test_index_cannot_leave_the_folder(tmp_path: Path) -> None:
 def test_a_stored_tied_head_is_ignored(tmp_path: Path) -> None:
     """Some checkpoints store lm_head although it is tied, and rotary tables."""
     tensors = save_folder(tmp_path, tie_word_embeddings=True)
-    embedding = tensors["model.embed_tokens.weight"].clone()
+    tokens = torch.arange(3, 30)
+    expected = load(tmp_path).step_from_empty(tokens)
+    embedding = tensors["model.embed_tokens.weight"] + 1  # so that using it would show
     rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     edit(tmp_path / "model.safetensors", **{"lm_head.weight": embedding}, **rotary)
-    load(tmp_path)
+    assert_same_bits(load(tmp_path).step_from_empty(tokens), expected)
 
 
 def test_target_that_fills_half_is_noticed() -> None:
