@@ -178,7 +178,7 @@ def attention() -> list[Row]:
             positions=unused,
         )
         query = random(batch * query_len, HEADS, HEAD_DIM)
-        metadata = backend.build_metadata(common, max_query_len=query_len)
+        metadata = backend.build_metadata(common)
 
         def attend(cache: torch.Tensor, query: Any = query, metadata: Any = metadata) -> Any:
             return backend.attend(query, cache, metadata, HEAD_DIM**-0.5)

@@ -69,14 +69,8 @@ class TritonAttention:
         """(num_blocks, K or V, num_kv_heads, block_size, head_dim)."""
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
-    def build_metadata(
-        self, common: CommonAttentionMetadata, max_query_len: int | None = None
-    ) -> Step:
-        """Plan the step, on the device; valid until the next call.
-
-        `max_query_len`: what the host knows, if anything, of the longest query; a captured graph must
-        hold for every later step. It only saves launches.
-        """
+    def build_metadata(self, common: CommonAttentionMetadata) -> Step:
+        """Plan the step, on the device; valid until the next call."""
         plan_attention(
             common.query_start_loc,
             common.seq_lens,
@@ -85,13 +79,13 @@ class TritonAttention:
             self._rows,
             self.shape,
         )
-        longest = len(common.slot_mapping) if max_query_len is None else max_query_len
+        most_rows = len(common.slot_mapping) * self.shape.group  # of one request, by its tokens
         return Step(
             common.query_start_loc,
             common.seq_lens,
             common.block_tables,
             self._plan,
-            only_small=longest * self.shape.group <= SMALL_ROWS * SMALL_TILES,
+            only_small=most_rows <= SMALL_ROWS * SMALL_TILES,
         )
 
     def attend(
