@@ -16,7 +16,7 @@ import jinja2
 import jinja2.meta
 
 from octavo.config.fields import shown
-from octavo.engine.template_sandbox import Sandbox
+from octavo.engine.template_sandbox import sandbox
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, InvalidRequestError
 
@@ -24,6 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _JINJA = re.compile(r"\{[{%#]")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # one field under three names
 _MAX_DEPTH, _MAX_VALUES = 64, 2**17  # of what a caller hands to a template
 
 
@@ -40,7 +41,7 @@ class ChatTemplate:
         self._template: jinja2.Template | None = None
         self._takes_tools = False
         if source is not None:
-            environment = Sandbox()
+            environment = sandbox()
             try:
                 self._template = environment.from_string(source)
                 variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -182,6 +183,7 @@ def _reason(exc: Exception) -> str:
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Checked plain copies: content is text (parts joined by newlines), tool arguments are dicts.
 
+    As in transformers, a template finds reasoning as reasoning_content and as thinking.
     Raises InvalidRequestError naming the message by index.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
@@ -199,6 +201,8 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         plain["content"] = _content_text(f"{field}.content", plain.get("content"))
         if "tool_calls" in plain:
             plain["tool_calls"] = _tool_calls(f"{field}.tool_calls", plain["tool_calls"])
+        if given := [plain[name] for name in _REASONING if name in plain]:
+            plain = {"thinking": given[0], **plain, "reasoning_content": given[0]}
         chat.append(plain)
     return chat
 

@@ -77,6 +77,46 @@ def test_equals_transformers(smollm2, reference_tokenizer, source, messages, gen
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson }}{{ messages | tojson(indent='  ') }}{{ [1] | tojson(true, 2) }}",
+        "{{ {'b': '<ž>', 'a': 1} | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
+        "{{ '{:>{w}}'.format('a', w=5) }}{{ '{a!r:^5}'.format_map({'a': 1}) }}{{ '%*d' % (5, 7) }}",
+        "{{ [[1], [2, 3]] | sum(start=[]) }}{{ [[1], [2]] | sum('0', 5) }}",
+        "{{ messages | pprint }}{{ {'id': 'a', 'n': none, 'b': '<'} | xmlattr }}",
+        "{{ 'see www.example.org <b>' | urlize }}{{ '<b>' | e }}{{ '<p>a</p>' | striptags }}",
+        "{{ 'a b c' | wordwrap(2) }}{{ 'x\n\ny' | indent('> ', true, true) }}{{ 'x' | center(5) }}|",
+        "{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | map('list') | list }}",
+        "{{ messages | groupby('role') | map(attribute='grouper') | join('-') }}{{ 2 ** 100 }}",
+        "{{ dict(a=1) }}{{ dict.fromkeys('ab', 1) }}{% set n = namespace(x=1) %}{{ n.x }}{{ n }}",
+        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i > 3 %}{% break %}{% endif %}"
+        "{{ i ~ loop.cycle('a', 'b') }}{% endfor %}",
+        "{% set x = 1 %}{% generation %}{% set x = x + 1 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% macro f(a, b=2) %}{{ a }}{{ caller(b) }}{{ varargs }}{% endmacro %}"
+        "{% call(c) f(1, 2, 3) %}<{{ c }}>{% endcall %}",
+        "  {% if true -%}\n  a\n  {%- endif %}\n  {# note #}\nb{% raw %}{{ x }}{% endraw %}\n",
+        "{{ x }}{{ x is defined }}{{ 1 ~ none ~ x ~ [1] }}{{ 2.5 | round }}{{ '12' | int(base=16) }}",
+        "{% filter upper %}{{ 'a\tb'.expandtabs(4) }}{% endfilter %}{{ 'ab'.translate({97: 'x'}) }}",
+    ],
+    ids=range(16),
+)
+def test_every_feature_of_a_template_equals_transformers(reference_tokenizer, source):
+    messages = [USER, ASSISTANT, {**USER, "extra": {"é": [None, True, 1.5, -0.0, "'"]}}]
+    expected = reference_tokenizer.apply_chat_template(
+        messages, chat_template=source, tokenize=False
+    )
+    assert ChatTemplate(source).render(messages, False) == expected
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_found_under_the_names_that_templates_read(name):
+    source = "{{ messages[0].reasoning_content }}-{{ messages[0].thinking }}"
+    message = {**ASSISTANT, "reasoning": "last", name: "so"}
+    assert ChatTemplate(source).render([message]) == "so-so"
+    assert ChatTemplate(source).render([USER]) == "-"
+
+
 @pytest.mark.parametrize("source", [None, WITH_TOOLS], ids=["smollm2", "trimming"])
 @pytest.mark.parametrize("text", ["Sure", "Sure:  ", "\n", "a\n\nb "])
 def test_continuing_the_last_message_equals_transformers(
@@ -121,20 +161,6 @@ def test_a_template_that_breaks_fails_only_this_request():
         with pytest.raises(InvalidRequestError) as caught:
             ChatTemplate(source).render([USER])
         assert caught.value.field == "messages"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['os'] }}",
-        "{% for i in range(999999999) %}{% endfor %}",
-    ],
-)
-def test_the_sandbox_holds(source):
-    with pytest.raises(InvalidRequestError):
-        ChatTemplate(source).render([USER])
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from pathlib import Path
-
 import pytest
 
 from octavo.engine.chat_template import ChatTemplate, normalise_messages
@@ -74,9 +71,6 @@ BAD_SOURCES = [
     "{% if %}",
     "{{ x | no_such_filter }}",
     "{{ 10**5000 }}",
-    "{{ 2 ** (10 ** 10) }}",
-    "{{ 'a' * 10**12 }}",
-    "{{ [1] * 10**12 }}",
     "{{ " + "(" * 100_000 + " }}",
     "{{ " + "-" * 50_000 + "1 }}",
     "{{ '\ud800' }}",
@@ -182,7 +176,11 @@ def test_switches_are_true_or_false(name):
         "{{ raise_exception(x) }}",
         "{{ messages[0].n }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{{ 'a'.ljust(2 ** 63) }}",
+        "{{ 'a' * 2 ** 62 }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% import 'os' as os %}",
+        "{% include '/etc/passwd' %}",
         "{{ strftime_now(messages) }}",
         "{{ messages[0].content * messages[0].n }}",
     ],
@@ -192,85 +190,39 @@ def test_whatever_happens_inside_a_template_is_the_requests_error(source):
     refused("messages", ChatTemplate(source).render, [message])
 
 
-LONG = "{% set x = 'ab' * 8000000 %}"
-TREE = "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
-GROW = "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x OP %}{% endfor %}"
-TOO_MUCH = [
-    "{{ '%500000000d' % 1 }}",
-    "{{ '%.500000000f' % 1.0 }}",
-    "{{ '%*d' % (500000000, 1) }}",
-    "{{ '%(a)500000000d' % {'a': 1} }}",
-    "{{ '%500000000d' | format(1) }}",
-    "{{ '%5000000000d'.encode() % 1 }}",
-    "{{ '{:>500000000}'.format(1) }}",
-    "{{ '{:>{w}}'.format(1, w=500000000) }}",
-    "{{ '{a:>500000000}'.format_map({'a': 1}) }}",
-    "{{ ('{a}' * 100)['format'](a='x' * 1000000) }}",
-    *(f"{{{{ 'x'.{name}(500000000) }}}}" for name in ("center", "ljust", "rjust", "zfill")),
-    "{{ 'x' | center(500000000) }}",
-    "{{ 'x' | center(width=500000000) }}",
-    "{{ '\t'.expandtabs(500000000) }}",
-    "{{ 'x' | indent(500000000, true) }}",
-    "{{ (1).to_bytes(500000000, 'big') }}",
-    "{{ [1] | tojson(indent=500000000) }}",
-    "{{ [1] | batch(500000000, 1) | list }}",
-    "{{ [1] | slice(500000000) | list }}",
-    "{{ [[1] * 1000000] * 1000 | sum(start=[]) }}",
-    "{{ 1 | round(500000000, 'ceil') }}",
-    GROW.replace("OP", "~ n.x"),
-    GROW.replace("OP", "+ n.x"),
-    GROW.replace("'ab'", "[1]").replace("OP", "+ n.x"),
-    LONG + "{{ x | replace('a', x) }}",
-    LONG + "{{ x.replace('a', x) }}",
-    LONG + "{{ ('a' * 100).translate({97: x}) }}",
-    LONG + "{{ [x, x] | join }}",
-    LONG + "{{ ''.join([x, x] | map('upper')) }}",
-    LONG + "{{ x }}{{ x }}",
-    LONG + "{% macro f() %}{{ x }}{{ x }}{% endmacro %}{{ f() | length }}",
-    LONG + "{% set y %}{{ x }}{{ x }}{% endset %}",
-    LONG + "{{ ([x] * 100000) | string }}",
-    LONG + "{{ (x | replace('b', 'a')) | int(base=16) }}",
-    TREE + "{{ n.x }}",
-    TREE + "{{ n }}",
-    TREE + "{{ n.x ~ 1 }}",
-    TREE + "{{ n.x | upper }}",
-    TREE + "{{ n.x | tojson }}",
-    TREE + "{{ '%s' % [n.x] }}",
-    "{{ strftime_now('%c' * 100000) }}",
-    "{{ lipsum(n=1000000) }}",
+ESCAPES = [
+    "''.__class__",
+    "''['__class__']",
+    "'' | attr('__class__')",
+    "'' | attr('__cl' ~ 'ass__')",
+    "''.join.__self__",
+    "dict.mro",
+    "dict | attr('mro')",
+    "messages | map(attribute='__class__') | first",
+    "messages | map('attr', '__class__') | first",
+    "messages | sum('__class__')",
+    "'{0.__class__.__mro__}'.format(1)",
+    "'{a.__init__.__globals__}'.format_map({'a': cycler})",
+    "('{0.__class__.__mro__}' | attr('format'))(1)",
+    "('{0.__class__.__mro__}' | safe).format(1)",
+    "raise_exception.__globals__",
+    "strftime_now | attr('__globals__')",
+    "lipsum.__globals__['os'].popen('id')",
+    "cycler.__init__",
+    "joiner.__init__.__builtins__",
+    "namespace(a=1)._Namespace__attrs",
+    "self._TemplateReference__context",
+    "f._func",
+    "f.__call__",
+    "(messages | map('upper')).gi_frame",
+    "messages.append(1)",
+    "messages[0].update(a=1)",
+    "(messages[0] | attr('pop'))('content')",
 ]
 
 
-@pytest.mark.parametrize("source", TOO_MUCH, ids=range(len(TOO_MUCH)))
-def test_a_template_cannot_fill_the_memory(source):
-    """Refused before anything large is made. (The limit of memory makes sure of it.)"""
-    template = ChatTemplate(PLAIN).with_source(source)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), hard))
-    try:
-        message = refused("messages", template.render, [USER])
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert "MemoryError" not in message
-
-
-def test_what_the_bounds_leave_alone():
-    """The same operations in the sizes that prompts have."""
-    for source, text in {
-        "{{ '%s and %d of 100%%' % ('b', 3) }}": "b and 3 of 100%",
-        "{{ '%(a)s' % {'a': 1} }}{{ '%05d' | format(7) }}": "100007",
-        """{{ '{{"a": {}}}'.format(5) }}{{ '{:>3}{a}'.format(1, a=2) }}""": '{"a": 5}  12',
-        "{{ 'x'.center(5) }}{{ 'x' | center(3) }}{{ '7'.zfill(3) }}": "  x   x 007",
-        "{{ 'a\nb' | indent(2) }}{{ 'a' | indent(width=1, first=true) }}": "a\n  b a",
-        "{{ [1, 'b'] | join(', ') }}{{ '-'.join('ab') }}": "1, ba-b",
-        "{{ messages | map(attribute='role') | join('-') }}": "user",
-        "{{ messages | join(',', attribute='content') }}": "Hi",
-        "{{ 1 ~ none ~ missing ~ [1] ~ 'x' }}": "1None[1]x",
-        "{{ [1] + [2] }}{{ 1 + 2 }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 'a' + 'b' }}": "[1, 2]333ab",
-        "{{ '12' | int + 1 }}{{ '1.5' | float }}{{ 2.6 | round }}": "131.53.0",
-        "{{ [1, 2] | sum }}{{ ' aB ' | trim | upper }}{{ 3 | string }}": "3AB3",
-        "{{ {'a': [1, 'ž']} | tojson(indent=1) }}": '{\n "a": [\n  1,\n  "ž"\n ]\n}',
-        "{{ 'aXa' | replace('X', 'b') }}{{ 'aa'.replace('a', 'c', 1) }}": "abaca",
-    }.items():
-        assert ChatTemplate(source).render([USER]) == text
+@pytest.mark.parametrize("expression", ESCAPES)
+def test_a_template_cannot_leave_the_sandbox(expression):
+    """It gets something undefined, and is refused for any use of that."""
+    source = f"{{% macro f() %}}{{% endmacro %}}{{{{ ({expression}).x }}}}"
+    assert "is unsafe" in refused("messages", ChatTemplate(source).render, [USER])
