@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from octavo.errors import EngineDeadError, OctavoError
@@ -27,7 +27,7 @@ class InterruptGate:
 
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], Any] | None = None
-        self._pressed = False
+        self._pressed: tuple[int, FrameType | None] | None = None
         self._open = False
 
     def __enter__(self) -> InterruptGate:
@@ -59,13 +59,13 @@ class InterruptGate:
             self._open = False
 
     def let_through(self) -> None:
-        """Call the handler if Ctrl-C was pressed."""
-        if self._pressed and self._handler is not None:
-            self._pressed = self._open = False
-            self._handler(signal.SIGINT, None)
+        """Call the handler, with what the signal came with, if Ctrl-C was pressed."""
+        if self._pressed is not None and self._handler is not None:
+            pressed, self._pressed, self._open = self._pressed, None, False
+            self._handler(*pressed)
 
-    def _note(self, number: int, frame: object) -> None:
-        self._pressed = True
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = number, frame
         if self._open:
             self.let_through()
 

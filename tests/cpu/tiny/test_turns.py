@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -176,10 +177,11 @@ def test_ctrl_c_does_not_wait_for_another_thread() -> None:
 
 
 def test_a_handler_of_the_callers_own_is_called_once_and_kept() -> None:
-    calls: list[int] = []
+    """With the frame that the signal interrupted, whenever it is let through."""
+    calls: list[tuple[int, str]] = []
 
-    def handler(number: int, frame: object) -> None:
-        calls.append(number)
+    def handler(number: int, frame: FrameType) -> None:
+        calls.append((number, frame.f_code.co_name))
 
     previous = signal.signal(signal.SIGINT, handler)
     try:
@@ -188,10 +190,10 @@ def test_a_handler_of_the_callers_own_is_called_once_and_kept() -> None:
             press()
             assert calls == []
             with gate.open():
-                assert calls == [signal.SIGINT]
+                assert calls == [(signal.SIGINT, "press")]
                 press()
             press()
-        assert calls == [signal.SIGINT] * 2
+        assert calls == [(signal.SIGINT, "press")] * 2
         assert signal.getsignal(signal.SIGINT) is handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with Turns().take():
