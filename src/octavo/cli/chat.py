@@ -29,7 +29,7 @@ HELP = """/help            this list
 /set NAME VALUE  change a sampling parameter, e.g. /set temperature 0
 /params          show the sampling parameters
 /stats           timing and cache use of the last answer
-/exit            leave (also Ctrl-D); Ctrl-C stops an answer"""
+/exit            leave (also Ctrl-D); Ctrl-C stops an answer or a command"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read lines until the end of input or /exit."""
+    """Read lines until the end of input or /exit.
+
+    Ctrl-C stops an answer. Beside one, it ends the command or the line at a terminal, where a hint
+    says how to leave, and the chat where a script is read.
+    """
     params = sampling_params(args)
     with LLM(**engine_settings(args)) as llm:
         session = Session(llm, params, args.system)
-        if sys.stdin.isatty():
+        at_terminal = sys.stdin.isatty()
+        if at_terminal:
             print(f"{args.model}: type a message, or /help")
-        while (line := _read_line()) is not None:
-            if line.strip() == "/exit":
-                break
-            if line.strip():
-                session.handle(line.strip())
-    return 0
+        while True:
+            try:
+                line = _read_line("> " if at_terminal else "")
+                if line is None or line == "/exit":
+                    return 0
+                if line:
+                    session.handle(line)
+            except KeyboardInterrupt:
+                if not at_terminal:
+                    raise
+                print("\n(Ctrl-D or /exit leaves)")
 
 
 class Session:
@@ -150,13 +160,10 @@ def _parse(name: str, text: str) -> Any:
     raise InvalidRequestError(name, f"{text!r} is not a value")
 
 
-def _read_line() -> str | None:
+def _read_line(prompt: str) -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input(prompt).strip()
     except EOFError:
         return None
     except UnicodeDecodeError:
         raise InvalidRequestError("stdin", "is not text") from None
-    except KeyboardInterrupt:
-        print()
-        return ""

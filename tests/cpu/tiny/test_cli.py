@@ -18,6 +18,7 @@ import tokenizers
 from octavo import LLM, SamplingParams
 from octavo.bench.datasets import check_produced
 from octavo.bench.throughput import run_throughput
+from octavo.cli import chat as cli_chat
 from octavo.cli import demo, info, main
 from octavo.cli.chat import Session
 from octavo.config.resolve import DeviceFacts
@@ -252,6 +253,47 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         llm.engine.drain()
         assert llm.engine.core.scheduler.is_idle_clean()
+
+
+class Keys(io.StringIO):
+    """What is typed, line by line: ^C in a line is Ctrl-C, and the rest of it is lost."""
+
+    def __init__(self, text: str, terminal: bool) -> None:
+        super().__init__(text)
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+    def readline(self, size: int | None = -1) -> str:
+        line = super().readline()
+        if "^C" in line:
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+
+class PressedAt:
+    """A text during whose printing Ctrl-C is pressed."""
+
+    def __str__(self) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "printed to the end"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("line", ["/help", "^C", "half a quest^C"])
+def test_ctrl_c_beside_an_answer_ends_a_command_or_a_line(
+    line: str,
+    terminal: bool,
+    letters: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a terminal the chat goes on and says how to leave; of a script it is the end."""
+    monkeypatch.setattr(cli_chat, "HELP", PressedAt())
+    monkeypatch.setattr("sys.stdin", Keys(f"{line}\n{line}\n/stats\n/exit\n", terminal))
+    status, out, err = octavo(capsys, "chat", letters, *DUMMY)
+    assert (status, err) == ((0, "") if terminal else (130, ""))
+    assert out.count("\n(Ctrl-D or /exit leaves)\n") == 2 * terminal
+    assert ("no answer yet" in out) == terminal
+    assert "printed" not in out
 
 
 def test_interrupted_answer_does_not_show_the_error_of_the_last_one(
