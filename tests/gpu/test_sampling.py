@@ -220,9 +220,13 @@ def test_write_back_follows_the_distribution() -> None:
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.5
     logits = row.to(DEVICE).expand(SLOTS, -1).contiguous()
     slots = list(range(SLOTS))
-    drawn = torch.stack(
-        [requests.launch(logits, slots, write_back=True).token_ids.clone() for _ in range(steps)]
-    ).cpu()
+
+    def step() -> Tensor:
+        sample = requests.launch(logits, slots, write_back=True)
+        torch.cuda.synchronize()
+        return sample.results[:, 0].clone()
+
+    drawn = torch.stack([step() for _ in range(steps)])
     history, num_tokens, _ = (tensor.cpu() for tensor in requests.on_device)
     assert torch.equal(num_tokens, requests.num_tokens + steps)
     for slot in range(SLOTS):

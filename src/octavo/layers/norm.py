@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from octavo.kernels.triton.norm import rms_norm
+from octavo.kernels.triton.norm import reference_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -27,10 +27,5 @@ class RMSNorm(nn.Module):
         Without a residual x itself is normalised and becomes the residual. On a GPU the sum is
         written into `residual`.
         """
-        if x.is_cuda:
-            return rms_norm(x, self.weight, self.eps, residual)
-        residual = x if residual is None else x + residual
-        wide = residual.float()
-        variance = wide.square().mean(-1, keepdim=True)
-        normed = wide * torch.rsqrt(variance + self.eps)
-        return self.weight * normed.to(x.dtype), residual
+        norm = rms_norm if x.is_cuda else reference_rms_norm
+        return norm(x, self.weight, self.eps, residual)

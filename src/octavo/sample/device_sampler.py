@@ -9,7 +9,6 @@ one kernel for greedy rows, one more for random ones, one for cuts, one for scor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import sampling, sampling_cut
 from octavo.kernels.triton.launch import Launcher
+from octavo.kernels.triton.sampling_noise import STATE
 from octavo.outputs import TokenLogprobs
 from octavo.sample.device_edits import Edits
 from octavo.sample.logprobs import top_tokens
@@ -51,12 +51,10 @@ class TopTokens:
 class DeviceSample:
     """What one launch gives. Row numbers are those of the logits."""
 
-    token_ids: Tensor
-    """(rows,) int32 on the device, until the next launch; 0 for rows that failed, so that a next
-    step has a valid id."""
     results: Tensor
-    """(rows, 4) int32 that the host can read once the launch has run: token, error code, rank, bits
-    of the fp32 logprob. Kernels write it to pinned memory themselves: no copy has to be queued."""
+    """(rows, 4) int32 that the host can read once the launch has run: token (0 for rows that failed),
+    error code, rank, bits of the fp32 logprob. Kernels write it to pinned memory themselves: no copy
+    has to be queued."""
     scored: list[int] = field(default_factory=list)
     """Rows whose request asked for logprobs."""
     top: list[TopTokens] = field(default_factory=list)
@@ -99,13 +97,6 @@ class _Plan:
     """How many tokens, rows, and the rows on the device, int64."""
 
 
-class _Kernels(NamedTuple):
-    scan: Launcher
-    draw: Launcher
-    cut: Launcher
-    score: Launcher
-
-
 class DeviceSampler:
     """Samples one token a row. Launches share scratch memory, so they belong on one stream."""
 
@@ -115,24 +106,30 @@ class DeviceSampler:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         chunk, vocab = self.chunk, vocab_size
         self._max_num_seqs, self._vocab_size, self._device = max_num_seqs, vocab, device
-        self._options = sampling.launch_options(chunk, vocab)
-        self._cut_options = sampling_cut.cut_options(chunk, vocab)
-        self._scratch = sampling.scratch(max_num_seqs, chunk, vocab, device)
-        bounds, lists = sampling_cut.scratch(max_num_seqs, chunk, vocab, device)
-        self._block_bounds, self._lists = bounds, lists
+        options = sampling.launch_options(chunk, vocab)
+        cut_options = sampling_cut.cut_options(chunk, vocab)
+        self._num_chunks = options["NUM_CHUNKS"]
+        self._scan, self._draw, self._score = (
+            Launcher(kernel, **options) for kernel in (sampling.scan, sampling.draw, sampling.score)
+        )
+        self._cut = Launcher(sampling_cut.cut, **cut_options)
+        # What launches share, one after the other on a stream.
+        width = int(STATE.value) + 2 * self._num_chunks
+        self._scratch = torch.zeros(max_num_seqs, width, dtype=torch.int64, device=device)
+        bounds = max_num_seqs, 2, cut_options["NUM_BLOCKS"]
+        self._block_bounds = torch.empty(bounds, dtype=torch.float32, device=device)
+        lists = max_num_seqs, cut_options["LIST_SIZE"]
+        self._lists = torch.empty(lists, dtype=torch.float32, device=device)
         # Stand for the edited rows where there are none, so that one machine code serves all.
         self._no_work = torch.empty(1, 1, dtype=torch.float32, device=device)
         self._no_work_rows = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
         self._plan: _Plan | None = None
-        self._token_ids = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
-        self._results = torch.empty(max_num_seqs, 2, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._host = [
             torch.zeros(max_num_seqs, 4, dtype=torch.int32, pin_memory=pinned)
             for _ in range(RESULTS_KEPT)
         ]
         self._turn = 0
-        self._kernels: dict[tuple[int, bool], _Kernels] = {}
 
     def launch(
         self,
@@ -159,41 +156,28 @@ class DeviceSampler:
         plan = self._plan_of(slots_host, state)
         self._turn = (self._turn + 1) % RESULTS_KEPT
         host = self._host[self._turn]
-        sample = DeviceSample(self._token_ids[:num_rows], host[:num_rows], plan.scored)
+        sample = DeviceSample(host[:num_rows], plan.scored)
         if not num_rows:
             return sample
         work, work_rows = self._no_work, self._no_work_rows
         if plan.edits:
             work = plan.edits.apply(logits, state.table, history, num_tokens, num_prompt_tokens)
             work_rows = plan.edits.work_rows
-        raw = logits, logits.stride(0)
-        inputs = *raw, work, work_rows, rows, state.table, self._scratch
-        outputs = self._results, host, self._token_ids, history, num_tokens
-        kernels = self._kernels_of(history.shape[1], write_back)
-        grid = self._options["NUM_CHUNKS"], num_rows
-        kernels.scan(grid, *inputs, *outputs)
+        raw, request = (logits, logits.stride(0)), (rows, state.table, self._scratch, host)
+        history_len = history.shape[1] if write_back else 0
+        shared = *raw, work, work_rows, *request, history, num_tokens, history_len
+        grid = self._num_chunks, num_rows
+        self._scan(grid, *shared)
         if plan.features & _RANDOM:
-            kernels.draw(grid, *inputs, self._block_bounds, *outputs)
+            self._draw(grid, *shared, self._block_bounds)
         if plan.features & Feature.RANDOM_CUT:
-            kernels.cut((num_rows,), *inputs, self._block_bounds, self._lists, *outputs)
+            self._cut((num_rows,), *shared, self._block_bounds, self._lists)
         if plan.scored:
             norms = torch.zeros(num_rows, 2, dtype=torch.float32, device=self._device)
-            kernels.score(grid, *raw, rows, state.table, self._scratch, *outputs[:2], norms)
+            self._score(grid, *raw, *request, norms)
             for k, members, index in plan.top:
                 sample.top += self._top(logits, k, members, index, norms)
         return sample
-
-    def _kernels_of(self, history_len: int, write_back: bool) -> _Kernels:
-        key = history_len, write_back
-        if key not in self._kernels:
-            write = {"HISTORY_LEN": history_len, "WRITE_BACK": write_back}
-            self._kernels[key] = _Kernels(
-                Launcher(sampling.scan, **write, **self._options),
-                Launcher(sampling.draw, **write, **self._options),
-                Launcher(sampling_cut.cut, **write, **self._cut_options),
-                Launcher(sampling.score, **self._options),
-            )
-        return self._kernels[key]
 
     def _plan_of(self, slots: list[int], state: SamplingState) -> _Plan:
         plan = self._plan

@@ -72,7 +72,7 @@ def launch(batch: Batch, logits: Tensor, slots: list[int], **options: Any) -> Co
         **{"write_back": False, **options},
     )
     tokens, errors, logprobs = sample.collect()
-    assert sample.token_ids.tolist() == [max(token, 0) for token in tokens]
+    assert sample.results[:, 0].tolist() == [max(token, 0) for token in tokens]
     return tokens, errors, logprobs
 
 
@@ -248,7 +248,7 @@ def test_tokens_are_appended_to_the_histories() -> None:
         sample = sampler.launch(
             logits, slots, torch.tensor(slots), batch.state, history, num_tokens, prompts
         )
-        assert sample.token_ids.tolist() == expected
+        assert sample.results[:, 0].tolist() == expected
         for slot, token in zip(slots, expected, strict=True):
             batch.history[slot, batch.num_tokens[slot]] = token
             batch.num_tokens[slot] += 1
@@ -270,7 +270,7 @@ def test_a_plan_is_kept_only_while_slots_and_settings_are_the_same() -> None:
         sample = sampler.launch(
             logits, slots, rows, state, batch.history, num_tokens, num_tokens, write_back=False
         )
-        return int(sample.token_ids.item())
+        return int(sample.results[0, 0])
 
     slots = [0]
     assert token(slots) == EOS

@@ -1,4 +1,4 @@
-"""Rows of the embedding table by token id, safe for any id, and its torch oracle."""
+"""Rows of the embedding table by token id, safe for any id."""
 
 from __future__ import annotations
 
@@ -45,8 +45,3 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         options = launch_options(vocab, hidden)
         launch(_embed, (tokens, -(-hidden // options["BLOCK"])), ids, weight, out, **options)
     return out
-
-
-def reference_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`embed` in plain torch."""
-    return weight[ids.long().clamp(0, weight.shape[0] - 1)]

@@ -1,4 +1,4 @@
-"""y = x W^T + b with one arithmetic for every number of rows: the `fixed` GEMM, and its oracle.
+"""y = x W^T + b with one arithmetic for every number of rows: the `fixed` GEMM.
 
 Each output is one chain of k16 MMAs over K in rising order, in fp32, plus the bias, rounded once.
 Neither the tile's shape nor the MMA instruction changes these bits (docs/architecture.md, "What makes
@@ -135,13 +135,3 @@ def linear_by_tile(
         programs = -(-rows // tile.block_m) * -(-n // tile.block_n)
         launch(_fixed_linear, (programs,), x, weight, bias, y, rows, n // 8, k // 8, **options)
     return y
-
-
-def reference_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`fixed_linear` in plain torch: exact enough (float64) to judge it, rounded once."""
-    wide = x.double() @ weight.double().t()
-    if bias is not None:
-        wide += bias.double()
-    return wide.to(x.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual addition before it, one program a row, and its torch oracle."""
+"""RMSNorm with the residual addition before it, one program a row, and in torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rms_norm(
 def reference_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` in plain torch; leaves `residual` as it was and returns the sum as a new tensor."""
+    """`rms_norm` in torch, as a CPU does it; a residual stays as it was, the sum is a new tensor."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -136,39 +136,3 @@ def rope_and_cache(
             kv_cache.stride(0), eps, **options,
         )  # fmt: skip
     return query
-
-
-def reference_rope_and_cache(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """`rope_and_cache` in plain torch; it writes to kv_cache in place too."""
-    block_size, head_dim = kv_cache.shape[3:]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    real = slot_mapping >= 0
-    place = torch.where(real, positions.long(), 0)
-    c, s = cos[place][:, None], sin[place][:, None]
-
-    def rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None:
-            wide = x.float()
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            x = weight * wide.to(x.dtype)
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
-
-    slots = slot_mapping[real]
-    block, offset = slots // block_size, slots % block_size
-    kv_cache[block, 0, :, offset] = rotate(key, k_norm)[real]
-    kv_cache[block, 1, :, offset] = value[real]
-    return rotate(query, q_norm)

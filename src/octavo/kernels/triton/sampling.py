@@ -5,28 +5,32 @@ The last of them to arrive reduces the parts and finishes the row, so neither th
 of rows can show in any bit. `scan` comes first; rows without randomness end there, `draw` ends those
 without cuts, `sampling_cut` the others; `score` then looks at the raw logits again.
 
-A row of `scratch` (max_num_seqs, ROW + 3 * chunks) int64, zeros at first, is: the largest raw and
-processed logit as keys, the mass under top_p, the ticket, and three planes of parts. A row of
-`results` (rows, 2) int32 is: token, error code; of `host` (rows, 4) int32, which kernels only write:
-the same, rank, bits of the fp32 logprob.
+A row of `scratch` (max_num_seqs, STATE + 2 * chunks) int64, zeros at first, is: the largest raw and
+processed logit as keys, the mass under top_p, the ticket, RANDOM or RANDOM_CUT while a token is owed,
+the token (-1 for a row that failed), and two planes of parts. A row of `host` (rows, 4) int32, which
+kernels only write, is: token, error code, rank, bits of the fp32 logprob. A token is appended to its
+slot's row of `history` (max_num_seqs, history_len), unless history_len is said to be 0.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.sampling_noise import (
     BLOCK,
+    CUT_MASS,
     FEATURES,
+    FINAL_KEY,
     LOG_MIN_P,
     LOGPROBS,
     LOWEST,
+    PENDING,
     RANDOM,
     RANDOM_CUT,
+    RAW_KEY,
+    STATE,
     TABLE_WIDTH,
-    TEMPERATURE,
+    TICKET,
+    TOKEN,
     TOP_P,
     WEIGHT_ONE,
     arrivals,
@@ -37,20 +41,12 @@ from octavo.kernels.triton.sampling_noise import (
     load_logits,
     load_parts,
     negative_log,
+    open_row,
     pack,
-    row_keys,
     search,
     unpack,
     weight,
 )
-
-ROW = 4
-"""Numbers of a row of scratch before its planes."""
-RAW_KEY = tl.constexpr(0)
-FINAL_KEY = tl.constexpr(1)
-CUT_MASS = tl.constexpr(2)
-TICKET = tl.constexpr(3)
-PLANES = tl.constexpr(ROW)
 
 OK = tl.constexpr(0)
 NOT_FINITE = tl.constexpr(1)
@@ -58,7 +54,7 @@ ALL_MASKED = tl.constexpr(2)
 OUT_OF_RANGE = tl.constexpr(3)
 
 
-def launch_options(chunk: int, vocab: int) -> dict[str, int | bool]:
+def launch_options(chunk: int, vocab: int) -> dict[str, int]:
     """Compile-time values that all kernels of this file share. chunk: a power of two >= BLOCK."""
     num_chunks = -(-vocab // chunk)
     return {
@@ -72,30 +68,22 @@ def launch_options(chunk: int, vocab: int) -> dict[str, int | bool]:
     }
 
 
-def scratch(max_num_seqs: int, chunk: int, vocab: int, device: torch.device) -> Tensor:
-    """What launches of these kernels share, one after the other on a stream."""
-    width = ROW + 3 * -(-vocab // chunk)
-    return torch.zeros(max_num_seqs, width, dtype=torch.int64, device=device)
-
-
 @triton.jit
 def scan(
-    logits, stride, work, work_rows, rows, table, scratch, results, host, token_ids, history,
-    num_tokens,
+    logits, stride, work, work_rows, rows, table, scratch, host, history, num_tokens, history_len,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
 ):  # fmt: skip
     """Row maxima and errors; ends greedy and failed rows."""
     chunk, row = tl.program_id(0), tl.program_id(1)
-    state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
-    parts = state + PLANES
+    state = scratch + row * (STATE + 2 * NUM_CHUNKS)
+    parts = state + STATE
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    raw = load_logits(logits, stride, work, -1, row, columns, VOCAB)
+    raw = load_logits(logits + row.to(tl.int64) * stride, columns, VOCAB)
     # Maxima ignore NaN; +inf is as much of an error.
     tl.store(parts + chunk, best_of(tl.where(raw != raw, float("inf"), raw), columns))
     work_row = tl.load(work_rows + row)
     if work_row >= 0:
-        x = load_logits(logits, stride, work, work_row, row, columns, VOCAB)
+        x = load_logits(work + work_row.to(tl.int64) * VOCAB, columns, VOCAB)
         x = tl.where(x != x, float("inf"), x)
         tl.store(parts + NUM_CHUNKS + chunk, best_of(x, columns))
     if is_last(state + TICKET, NUM_CHUNKS):
@@ -113,57 +101,44 @@ def scan(
         code = tl.where(raw_max == float("inf"), NOT_FINITE, code)
         slot = tl.load(rows + row)
         features = tl.load(table + slot * TABLE_WIDTH + FEATURES).to(tl.int32)
-        if (code != OK) | ((features & (RANDOM | RANDOM_CUT)) == 0):
-            finish(
-                row, slot, token, code, results, host, token_ids, history, num_tokens,
-                HISTORY_LEN, WRITE_BACK,
-            )  # fmt: skip
-        else:
-            tl.store(results + row * 2 + 1, code)
+        pending = tl.where(code == OK, features & (RANDOM | RANDOM_CUT), 0)
+        tl.store(state + PENDING, pending)
+        if pending == 0:
+            finish(row, slot, token, code, state, host, history, num_tokens, history_len)
 
 
 @triton.jit
 def draw(
-    logits, stride, work, work_rows, rows, table, scratch, block_bounds, results, host, token_ids,
-    history, num_tokens,
+    logits, stride, work, work_rows, rows, table, scratch, host, history, num_tokens, history_len,
+    block_bounds,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
 ):  # fmt: skip
     """Gumbel arg-max of random rows over the whole vocabulary; ends those without cuts.
 
     Rows with cuts leave their blocks' bounds and largest distances in block_bounds, (max_num_seqs,
-    2, NUM_CHUNKS * CHUNK / BLOCK) fp32, and the weight that min_p leaves in scratch.
+    2, NUM_CHUNKS * CHUNK / BLOCK) fp32, and in scratch the token and the weight that min_p leaves.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
+    state = scratch + row * (STATE + 2 * NUM_CHUNKS)
+    pending = tl.load(state + PENDING)
+    if pending == 0:
+        return
     slot = tl.load(rows + row)
     settings = table + slot * TABLE_WIDTH
-    features = tl.load(settings + FEATURES).to(tl.int32)
-    if (features & (RANDOM | RANDOM_CUT)) == 0:
-        return
-    if tl.load(results + row * 2 + 1) != OK:
-        return
-    state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
-    row_max, top = unpack(tl.load(state + FINAL_KEY))
-    temperature = tl.load(settings + TEMPERATURE).to(tl.float32)
-    first, second = row_keys(settings, tl.load(num_tokens + slot))
-    work_row = tl.load(work_rows + row)
+    source = open_row(
+        logits, stride, work, work_rows, row, settings, state, num_tokens + slot, VOCAB
+    )
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    distance = load_distance(
-        logits, stride, work, work_row, row, columns, row_max, temperature, VOCAB
-    )
+    distance = load_distance(source, columns, VOCAB)
     maxima = tl.max(distance, axis=1)
-    times, _lanes = arrivals(first, second, blocks)
+    times, _lanes = arrivals(source.first, source.second, blocks)
     bounds = maxima + negative_log(times)
-    score, token = search(
-        logits, stride, work, work_row, row, row_max, temperature, first, second,
-        bounds, blocks, top, float("-inf"), VOCAB, VOCAB,
-    )  # fmt: skip
-    parts = state + PLANES
+    score, token = search(source, bounds, blocks, float("-inf"), VOCAB, VOCAB)
+    parts = state + STATE
     tl.store(parts + chunk, pack(score, token))
-    is_cut = (features & RANDOM_CUT) != 0
-    if is_cut:
+    if pending == RANDOM_CUT:
         NUM_BLOCKS: tl.constexpr = NUM_CHUNKS * BLOCKS
         place = block_bounds + row * (2 * NUM_BLOCKS) + blocks
         tl.store(place, bounds)
@@ -174,20 +149,17 @@ def draw(
             tl.store(parts + NUM_CHUNKS + chunk, tl.sum(likely))
     if is_last(state + TICKET, NUM_CHUNKS):
         score, token = unpack(tl.max(load_parts(parts, -(2**63), NUM_CHUNKS, PADDED)))
-        if is_cut:
-            tl.store(token_ids + row, token)
+        if pending == RANDOM_CUT:
+            tl.store(state + TOKEN, token)
             mass = tl.sum(load_parts(parts + NUM_CHUNKS, 0, NUM_CHUNKS, PADDED))
             tl.store(state + CUT_MASS, mass)
         else:
-            finish(
-                row, slot, token, OK, results, host, token_ids, history, num_tokens,
-                HISTORY_LEN, WRITE_BACK,
-            )  # fmt: skip
+            finish(row, slot, token, OK, state, host, history, num_tokens, history_len)
 
 
 @triton.jit
 def score(
-    logits, stride, rows, table, scratch, results, host, norms,
+    logits, stride, rows, table, scratch, host, norms,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Logprob and rank of the tokens of rows that ask, from raw logits.
@@ -195,19 +167,16 @@ def score(
     norms: (rows, 2) fp32, filled for the same rows: maximum and log of the mass.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(rows + row)
-    features = tl.load(table + slot * TABLE_WIDTH + FEATURES).to(tl.int32)
-    if (features & LOGPROBS) == 0:
+    state = scratch + row * (STATE + 2 * NUM_CHUNKS)
+    features = tl.load(table + tl.load(rows + row) * TABLE_WIDTH + FEATURES).to(tl.int32)
+    token = tl.load(state + TOKEN)
+    if ((features & LOGPROBS) == 0) | (token < 0):
         return
-    if tl.load(results + row * 2 + 1) != OK:
-        return
-    state = scratch + row * (PLANES + 3 * NUM_CHUNKS)
     raw_max, _column = unpack(tl.load(state + RAW_KEY))
-    token = tl.load(results + row * 2)
-    chosen = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    raw = load_logits(logits, stride, logits, -1, row, columns, VOCAB)
-    parts = state + PLANES
+    logits += row.to(tl.int64) * stride
+    chosen = tl.load(logits + token).to(tl.float32)
+    raw = load_logits(logits, chunk * CHUNK + tl.arange(0, CHUNK), VOCAB)
+    parts = state + STATE
     tl.store(parts + chunk, tl.sum(weight(raw - raw_max)))
     # The lowest finite value stands for -inf, as in the score itself.
     above = raw > tl.maximum(chosen, LOWEST)

@@ -7,6 +7,8 @@ of 2**-44, so sums over a vocabulary are integers and no order of summation can 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from octavo.kernels.triton.lang import tl, triton
 
 BLOCK = tl.constexpr(64)
@@ -36,6 +38,31 @@ RANDOM = tl.constexpr(1)
 RANDOM_CUT = tl.constexpr(2)
 LOGPROBS = tl.constexpr(256)
 
+# Numbers of a row of scratch before its parts.
+RAW_KEY = tl.constexpr(0)
+FINAL_KEY = tl.constexpr(1)
+CUT_MASS = tl.constexpr(2)
+TICKET = tl.constexpr(3)
+PENDING = tl.constexpr(4)
+TOKEN = tl.constexpr(5)
+STATE = tl.constexpr(6)
+
+
+class Row(NamedTuple):
+    """A row to draw from: where its logits are, what makes distances of them, keys of its noise."""
+
+    logits: Any
+    work: Any
+    """What processors made of the row, fp32."""
+    work_row: Any
+    """Negative if none changed it."""
+    maximum: Any
+    top: Any
+    """The most likely token."""
+    temperature: Any
+    first: Any
+    second: Any
+
 
 @triton.jit
 def mix(x):
@@ -49,15 +76,6 @@ def mix(x):
 def random_bits(first, second, counters):
     """32 random bits as uint32. first, second: the row's keys; counters: int32 >= 0."""
     return mix(mix(counters.to(tl.uint32) ^ first) ^ second)
-
-
-@triton.jit
-def row_keys(settings, position):
-    """The two uint32 keys of a draw. settings: the slot's row of the table; position: int32."""
-    at = position.to(tl.uint32)
-    first = tl.load(settings + KEY_FIRST).to(tl.uint32)
-    second = tl.load(settings + KEY_SECOND).to(tl.uint32)
-    return mix(first ^ at), mix(second ^ at)
 
 
 @triton.jit
@@ -114,29 +132,39 @@ def best_of(values, columns):
 
 
 @triton.jit
-def load_logits(logits, stride, work, work_row, row, columns, VOCAB: tl.constexpr):
-    """fp32 logits of some columns after processors, -inf beyond the vocabulary.
-
-    logits: the model's; work: fp32 rows of VOCAB that processors changed; work_row: the row's place
-    there, negative if it has none.
-    """
-    inside = columns < VOCAB
-    if work_row < 0:
-        x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=inside, other=float("-inf"))
-        values = x.to(tl.float32)
-    else:
-        place = work + work_row.to(tl.int64) * VOCAB + columns
-        values = tl.load(place, mask=inside, other=float("-inf"))
-    return values
+def load_logits(row, columns, VOCAB: tl.constexpr):
+    """fp32 logits of some columns, -inf beyond the vocabulary. row: where they begin."""
+    return tl.load(row + columns, mask=columns < VOCAB, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def load_distance(
-    logits, stride, work, work_row, row, columns, row_max, temperature, VOCAB: tl.constexpr
+def open_row(
+    logits, stride, work, work_rows, row, settings, state, num_tokens, VOCAB: tl.constexpr
 ):
+    """The Row of one that `scan` has seen. settings: its slot's in the table; num_tokens: likewise."""
+    work_row = tl.load(work_rows + row)
+    maximum, top = unpack(tl.load(state + FINAL_KEY))
+    position = tl.load(num_tokens).to(tl.uint32)
+    return Row(
+        logits=logits + row.to(tl.int64) * stride,
+        work=work + work_row.to(tl.int64) * VOCAB,
+        work_row=work_row,
+        maximum=maximum,
+        top=top,
+        temperature=tl.load(settings + TEMPERATURE).to(tl.float32),
+        first=mix(tl.load(settings + KEY_FIRST).to(tl.uint32) ^ position),
+        second=mix(tl.load(settings + KEY_SECOND).to(tl.uint32) ^ position),
+    )
+
+
+@triton.jit
+def load_distance(row, columns, VOCAB: tl.constexpr):
     """(logit - row max) / temperature, fp32: 0 at the most likely token, -inf where masked."""
-    values = load_logits(logits, stride, work, work_row, row, columns, VOCAB)
-    return tl.div_rn(values - row_max, temperature)
+    if row.work_row < 0:
+        values = load_logits(row.logits, columns, VOCAB)
+    else:
+        values = load_logits(row.work, columns, VOCAB)
+    return tl.div_rn(values - row.maximum, row.temperature)
 
 
 @triton.jit
@@ -157,65 +185,41 @@ def load_parts(parts, other, NUM_PROGRAMS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    row, slot, token, code, results, host, token_ids, history, num_tokens,
-    HISTORY_LEN: tl.constexpr, WRITE_BACK: tl.constexpr,
-):  # fmt: skip
-    """Stores the row's token (0 if it failed) and appends it to the request's history.
+def finish(row, slot, token, code, state, host, history, num_tokens, history_len):
+    """Gives out the row's token (0 if it failed) and appends it to the request's history.
 
     The only writer of num_tokens: no other program of the row may still have to read it.
     """
+    tl.store(state + TOKEN, tl.where(code == 0, token, -1))
     token = tl.where(code == 0, token, 0)
-    tl.store(results + row * 2, token)
-    tl.store(results + row * 2 + 1, code)
     tl.store(host + row * 4, token)
     tl.store(host + row * 4 + 1, code)
-    tl.store(token_ids + row, token)
-    if WRITE_BACK:
-        position = tl.load(num_tokens + slot)
-        # A full history cannot happen; if it did, the neighbour's must not be overwritten.
-        place = history + slot.to(tl.int64) * HISTORY_LEN + position
-        tl.store(place, token, mask=position < HISTORY_LEN)
-        tl.store(num_tokens + slot, position + 1)
+    position = tl.load(num_tokens + slot)
+    # No request's history is full; if it were, its neighbour's must not be overwritten.
+    inside = position < history_len
+    tl.store(history + slot.to(tl.int64) * history_len + position, token, mask=inside)
+    tl.store(num_tokens + slot, position + 1, mask=inside)
 
 
 @triton.jit
-def search(
-    logits,
-    stride,
-    work,
-    work_row,
-    row,
-    row_max,
-    temperature,
-    first,
-    second,
-    bounds,
-    blocks,
-    top,
-    limit_distance,
-    limit_token,
-    VOCAB: tl.constexpr,
-):
+def search(row, bounds, blocks, limit_distance, limit_token, VOCAB: tl.constexpr):
     """Gumbel arg-max over the blocks given, among tokens that rank ahead of the limit.
 
-    bounds: (n,) fp32, no score in the block exceeds its own; blocks: (n,) int32; top: the most likely
-    token, whose score is what others must beat. Returns score and token, the lowest id on ties.
+    bounds: (n,) fp32, no score in the block exceeds its own; blocks: (n,) int32. The score of the
+    row's most likely token is what others must beat. Returns score and token, the lowest id on ties.
     """
-    best = gumbel_noise(first, second, top)
-    token = top
-    lanes = tl.arange(0, BLOCK)
+    best = gumbel_noise(row.first, row.second, row.top)
+    token = row.top
     bound = tl.max(bounds)
     while bound >= best:
         block = tl.min(tl.where(bounds == bound, blocks, NO_COLUMN))
-        columns = block * BLOCK + lanes
-        distance = load_distance(
-            logits, stride, work, work_row, row, columns, row_max, temperature, VOCAB
-        )
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        distance = load_distance(row, columns, VOCAB)
         ahead = (distance > limit_distance) | (
             (distance == limit_distance) & (columns < limit_token)
         )
-        scores = tl.where(ahead, distance, float("-inf")) + gumbel_noise(first, second, columns)
+        noise = gumbel_noise(row.first, row.second, columns)
+        scores = tl.where(ahead, distance, float("-inf")) + noise
         high = tl.max(scores)
         winner = tl.min(tl.where(scores == high, columns, NO_COLUMN))
         token = tl.where((high > best) | ((high == best) & (winner < token)), winner, token)

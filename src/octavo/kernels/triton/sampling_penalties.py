@@ -11,56 +11,34 @@ from torch import Tensor
 
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.sampling_noise import (
-    FREQUENCY,
-    PRESENCE,
-    REPETITION,
-    TABLE_WIDTH,
-)
+from octavo.kernels.triton.sampling_noise import FREQUENCY, PRESENCE, REPETITION, TABLE_WIDTH
 
 _IN_PROMPT = tl.constexpr(1 << 30)
 _SPLIT = 8  # programs that walk one history
-_TILE = 1024
+_TILE = 1024  # tokens of it, or of the vocabulary, that a program takes at a time
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _count(
-    counts,
-    slots,
-    history,
-    num_tokens,
-    num_prompt_tokens,
-    VOCAB: tl.constexpr,
-    HISTORY_LEN: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    counts, slots, history, num_tokens, num_prompt_tokens,
+    VOCAB: tl.constexpr, HISTORY_LEN: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     end, prompt_end = tl.load(num_tokens + slot), tl.load(num_prompt_tokens + slot)
     counts += row.to(tl.int64) * VOCAB
     history += slot.to(tl.int64) * HISTORY_LEN
-    start = part * TILE
-    while start < end:
+    for start in range(part * TILE, end, SPLIT * TILE):
         position = start + tl.arange(0, TILE)
         token = tl.load(history + position, mask=position < end, other=-1)
         known = (token >= 0) & (token < VOCAB)
         in_prompt = position < prompt_end
         tl.atomic_or(counts + token, _IN_PROMPT, mask=known & in_prompt, sem="relaxed")
         tl.atomic_add(counts + token, 1, mask=known & (in_prompt == 0), sem="relaxed")
-        start += SPLIT * TILE
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _penalize(
-    work,
-    counts,
-    work_rows,
-    slots,
-    table,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _penalize(work, counts, work_rows, slots, table, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
     chunk, row = tl.program_id(0), tl.program_id(1)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     count = tl.load(counts + row.to(tl.int64) * VOCAB + columns, mask=columns < VOCAB, other=0)
@@ -95,28 +73,10 @@ def penalize(
     rows, vocab = len(slots), work.shape[1]
     counts = torch.zeros(rows, vocab, dtype=torch.int32, device=work.device)
     launch(
-        _count,
-        (_SPLIT, rows),
-        counts,
-        slots,
-        history,
-        num_tokens,
-        num_prompt_tokens,
-        VOCAB=vocab,
-        HISTORY_LEN=history.shape[1],
-        TILE=_TILE,
-        SPLIT=_SPLIT,
-    )
-    chunk = 1024
+        _count, (_SPLIT, rows), counts, slots, history, num_tokens, num_prompt_tokens,
+        VOCAB=vocab, HISTORY_LEN=history.shape[1], TILE=_TILE, SPLIT=_SPLIT,
+    )  # fmt: skip
     launch(
-        _penalize,
-        (-(-vocab // chunk), rows),
-        work,
-        counts,
-        work_rows,
-        slots,
-        table,
-        VOCAB=vocab,
-        CHUNK=chunk,
-        enable_fp_fusion=False,
-    )
+        _penalize, (-(-vocab // _TILE), rows), work, counts, work_rows, slots, table,
+        VOCAB=vocab, CHUNK=_TILE, enable_fp_fusion=False,
+    )  # fmt: skip

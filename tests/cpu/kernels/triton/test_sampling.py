@@ -25,17 +25,15 @@ _TYPES = {
     "scratch": "*i64",
     "block_bounds": "*fp32",
     "lists": "*fp32",
-    "results": "*i32",
     "host": "*i32",
-    "token_ids": "*i32",
     "history": "*i32",
+    "history_len": "i32:16",
     "num_tokens": "*i32",
     "num_prompt_tokens": "*i32",
     "norms": "*fp32",
     "counts": "*i32",
     "slots": "*i64",
 }
-_WRITE = {"HISTORY_LEN": 4096, "WRITE_BACK": True}
 
 
 def case(label: str, kernel: Any, options: dict[str, Any]) -> Case:
@@ -52,10 +50,10 @@ def test_kernels_compile_for_hopper() -> None:
     count = {"VOCAB": VOCAB, "HISTORY_LEN": 4096, "TILE": 1024, "SPLIT": 8}
     kernels = compile_cases(
         [
-            case("scan", sampling.scan, {**options, **_WRITE}),
-            case("draw", sampling.draw, {**options, **_WRITE}),
+            case("scan", sampling.scan, options),
+            case("draw", sampling.draw, options),
             case("score", sampling.score, options),
-            case("cut", sampling_cut.cut, {**cut_options, **_WRITE}),
+            case("cut", sampling_cut.cut, cut_options),
             case("count", sampling_penalties._count, count),
             case("penalize", sampling_penalties._penalize, {"VOCAB": VOCAB, "CHUNK": 1024}),
         ]
