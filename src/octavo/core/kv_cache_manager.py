@@ -66,13 +66,11 @@ class KVCacheManager:
         """True if the request has a block table."""
         return request.request_id in self._tables
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
-
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks to add to the request's table so that it holds this many tokens."""
-        return max(0, self.num_blocks_for(num_tokens) - len(self._blocks_of(request)))
+        table = self._tables.get(request.request_id)
+        num_needed = -(-num_tokens // self.block_size)
+        return num_needed if table is None else max(0, num_needed - len(table.blocks))
 
     def num_freeable_blocks(self, request: Request) -> int:
         """Blocks that only this request holds: what freeing it would really give."""

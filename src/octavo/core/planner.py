@@ -50,30 +50,27 @@ class Planner:
         return draft
 
     def _plan_running(self, draft: StepDraft) -> None:
-        wanted = [(request, self._num_wanted_tokens(request)) for request in self._state.running]
+        num_missing_blocks = self._kv.num_missing_blocks
+        wanted = [(request, num_wanted_tokens(request)) for request in self._state.running]
         active = [(request, num_wanted) for request, num_wanted in wanted if num_wanted > 0]
-        for index, (request, num_wanted) in enumerate(active):
+        num_behind = len(active)
+        for request, num_wanted in active:
             if draft.budget == 0:
                 return
-            if request.status != RequestStatus.RUNNING:
+            num_behind -= 1
+            if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by one before it
-            # One token is left for each request behind, so that a long prefill starves no decode.
-            fair_share = max(1, draft.budget - (len(active) - 1 - index))
-            num_new = self._chunk(num_wanted, fair_share)
-            block_ids = self._allocate_running(request, num_new, draft)
-            if block_ids is None:
-                continue
-            if block_ids:
+            num_new = 1
+            if num_wanted > 1:
+                # One is left for each request behind, so that a long prefill starves no decode.
+                num_new = self._chunk(num_wanted, max(1, draft.budget - num_behind))
+            num_tokens = request.num_computed_tokens + request.num_inflight_tokens + num_new
+            if num_missing := num_missing_blocks(request, num_tokens):
+                block_ids = self._allocate_running(request, num_tokens, num_missing, draft)
+                if block_ids is None:
+                    continue
                 draft.plan.new_block_ids[request.request_id] = block_ids
             self._plan_tokens(request, num_new, draft)
-
-    def _num_wanted_tokens(self, request: Request) -> int:
-        """Tokens between planned and target; drafts past the output limit are dropped."""
-        num_open = request.output_limit - request.num_output_tokens - request.num_inflight_samples
-        if num_open <= 0 < request.output_limit:
-            return 0
-        del request.spec_token_ids[max(0, num_open - 1) :]
-        return request.num_tokens_with_spec - request.num_planned_tokens
 
     def _chunk(self, num_wanted: int, budget: int) -> int:
         threshold = self._config.long_prefill_token_threshold
@@ -81,30 +78,28 @@ class Planner:
 
     def _plan_tokens(self, request: Request, num_new: int, draft: StepDraft) -> None:
         """Enter num_new tokens into the plan; drafts that do not fit any more are dropped."""
-        plan, request_id = draft.plan, request.request_id
-        start = request.num_planned_tokens
-        num_drafts = start + num_new - request.num_tokens - request.num_inflight_samples
+        plan, request_id, num_prompt = draft.plan, request.request_id, request.num_prompt_tokens
+        start = request.num_computed_tokens + request.num_inflight_tokens
+        num_known = num_prompt + len(request.output_token_ids) + request.num_inflight_samples
+        num_drafts = start + num_new - num_known
         num_samples = 0
         if num_drafts >= 0 and request.output_limit > 0:
             num_samples = 1 + num_drafts
             plan.sampling_requests.add(request_id)
             if num_drafts > 0:
                 plan.spec_token_ids[request_id] = request.spec_token_ids[:num_drafts]
-        request.spec_token_ids = []
+        if request.spec_token_ids:
+            request.spec_token_ids = []
         plan.num_scheduled_tokens[request_id] = num_new
         draft.budget -= num_new
-        if start < request.num_prompt_tokens:
+        if start < num_prompt:
             draft.num_prefill_tokens += num_new
         draft.launched.append(LaunchedRequest(request, request.epoch, num_new, num_samples))
 
     def _allocate_running(
-        self, request: Request, num_new: int, draft: StepDraft
+        self, request: Request, num_tokens: int, num_missing: int, draft: StepDraft
     ) -> list[int] | None:
         """Blocks for a running request; those behind it are preempted if need be, or itself."""
-        num_tokens = request.num_planned_tokens + num_new
-        num_missing = self._kv.num_missing_blocks(request, num_tokens)
-        if num_missing == 0:
-            return []
         if draft.short_of_blocks:
             return None
         while True:
@@ -212,6 +207,19 @@ class Planner:
             request.num_cached_tokens = num_hit_tokens
             self._state.totals.prefix_cache_queries += request.num_prompt_tokens
             self._state.totals.prefix_cache_hits += num_hit_tokens
+
+
+def num_wanted_tokens(request: Request) -> int:
+    """Tokens between planned and target; drafts past the output limit are dropped."""
+    limit = request.output_limit
+    num_output = len(request.output_token_ids) + request.num_inflight_samples
+    if num_output >= limit > 0:
+        return 0
+    num_tokens_with_spec = request.num_prompt_tokens + num_output
+    if request.spec_token_ids:
+        del request.spec_token_ids[max(0, limit - num_output - 1) :]
+        num_tokens_with_spec += len(request.spec_token_ids)
+    return num_tokens_with_spec - request.num_computed_tokens - request.num_inflight_tokens
 
 
 def _may_be_admitted(request: Request) -> bool:

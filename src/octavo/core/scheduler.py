@@ -176,11 +176,9 @@ class Scheduler:
 
         Identity, not id, decides: an id may live again as another request.
         """
-        return [
-            launched
-            for launched in self.state.inflight.settle(plan.step_id)
-            if self.state.requests.get(launched.request.request_id) is launched.request
-        ]
+        settled = self.state.inflight.settle(plan.step_id)
+        get = self.state.requests.get
+        return [each for each in settled if get(each.request.request_id) is each.request]
 
     def _settle(
         self, launched: LaunchedRequest, output: ModelRunnerOutput
@@ -193,8 +191,8 @@ class Scheduler:
             error = f"the runner sampled {len(sampled)} tokens of at most {launched.num_samples}"
         if error is not None:
             return self._finish(request, RequestStatus.FINISHED_ERROR, error)
-        scores = output.prompt_logprobs.get(request_id)
-        request.num_prompt_scores += len(scores or ())
+        if scores := output.prompt_logprobs.get(request_id):
+            request.num_prompt_scores += len(scores)
         num_appended, stop = append_until_stop(request, sampled)
         if launched.epoch == request.epoch:
             request.num_computed_tokens += launched.num_tokens - num_rejected
@@ -209,8 +207,8 @@ class Scheduler:
         else:
             return None
         news.new_token_ids = sampled[:num_appended]
-        logprobs = output.logprobs.get(request_id)
-        news.logprobs = logprobs[:num_appended] if logprobs is not None else None
+        if (logprobs := output.logprobs.get(request_id)) is not None:
+            news.logprobs = logprobs[:num_appended]
         news.prompt_logprobs = scores
         return news
 
@@ -218,14 +216,13 @@ class Scheduler:
         self, request: Request, status: RequestStatus, error: str | None = None
     ) -> EngineCoreOutput:
         self.state.end(request, status)
-        return self._news(request, error)
+        news = self._news(request)
+        news.finish_reason, news.error = status.finish_reason, error
+        return news
 
-    def _news(self, request: Request, error: str | None = None) -> EngineCoreOutput:
-        return EngineCoreOutput(
-            request_id=request.request_id,
-            finish_reason=request.status.finish_reason,
-            error=error,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            first_scheduled_time=request.first_scheduled_time,
-        )
+    def _news(self, request: Request) -> EngineCoreOutput:
+        news = EngineCoreOutput(request.request_id)  # keywords would double the time
+        news.num_cached_tokens = request.num_cached_tokens
+        news.num_preemptions = request.num_preemptions
+        news.first_scheduled_time = request.first_scheduled_time
+        return news

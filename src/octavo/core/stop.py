@@ -7,10 +7,11 @@ from octavo.core.request import Request, RequestStatus
 
 def check_stop(request: Request) -> tuple[RequestStatus, int | None] | None:
     """Final status and stop_reason if the last output token ends the request, else None."""
-    last, num_output = request.output_token_ids[-1], request.num_output_tokens
-    params = request.engine_request.sampling_params
+    engine_request, output = request.engine_request, request.output_token_ids
+    last, num_output = output[-1], len(output)
+    params = engine_request.sampling_params
     if num_output >= params.min_tokens:
-        if last in request.engine_request.eos_token_ids:
+        if last in engine_request.eos_token_ids:
             return RequestStatus.FINISHED_STOPPED, None
         if params.stop_token_ids and last in params.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED, last
@@ -26,8 +27,10 @@ def append_until_stop(
 
     Returns how many were appended and what check_stop said to the last of them.
     """
-    for count, token_id in enumerate(token_ids, start=1):
+    count = 0
+    for token_id in token_ids:
+        count += 1
         request.output_token_ids.append(token_id)
         if (stop := check_stop(request)) is not None:
             return count, stop
-    return len(token_ids), None
+    return count, None

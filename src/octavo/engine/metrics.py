@@ -103,6 +103,17 @@ class CompletionTimes:
     last: float | None = None
     num_tokens: int = 0
 
+    def add(self, number: int, now: float, gaps: list[float]) -> None:
+        """`number` tokens arrived; the gaps (ITL) that they end are appended to `gaps`."""
+        if self.last is None:
+            self.first = now
+        else:
+            gaps.append(now - self.last)
+        if number > 1:
+            gaps += [0.0] * (number - 1)
+        self.last = now
+        self.num_tokens += number
+
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None with fewer than two."""
@@ -144,18 +155,12 @@ class EngineMetrics:
         self._stats = stats
         self._prefill_rate.add(time.monotonic() if now is None else now, stats.num_prefill_tokens)
 
-    def record_tokens(self, times: CompletionTimes, number: int, now: float) -> None:
-        """`number` tokens of a completion arrived; `times` is brought up to date."""
-        if times.last is None:
-            times.first = now
-        else:
-            self.histograms.itl_seconds.observe(now - times.last)
-        if number > 1:
-            self.histograms.itl_seconds.observe(0.0, number - 1)
-        times.last = now
-        times.num_tokens += number
+    def record_tokens(self, gaps: Sequence[float], number: int, now: float) -> None:
+        """`number` tokens arrived in one step, of all completions; gaps: see CompletionTimes."""
         self.num_generation_tokens += number
         self._generation_rate.add(now, number)
+        for gap, times in Counter(gaps).items():  # in a step of decodes most are equal
+            self.histograms.itl_seconds.observe(gap, times)
 
     def record_ttft(self, seconds: float) -> None:
         """A request got its first token."""

@@ -8,8 +8,7 @@ overlapped steps, tokens still arrive for a request that has just ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -64,23 +63,23 @@ class _Completion:
 
     def delta(self) -> CompletionOutput:
         """What is new since the last call."""
-        text = "".join(self.unsent_text)
-        self.unsent_text.clear()
+        text = ""
+        if self.unsent_text:
+            text, self.unsent_text = "".join(self.unsent_text), []
         sent, self.num_sent_tokens = self.num_sent_tokens, len(self.output.token_ids)
         return self._copy(sent, text)
 
     def _copy(self, start: int, text: str) -> CompletionOutput:
-        out = self.output  # dataclasses.replace would take longer than all the rest
-        return CompletionOutput(
-            index=out.index,
-            text=text,
-            token_ids=out.token_ids[start:],
-            cumulative_logprob=out.cumulative_logprob,
-            logprobs=None if out.logprobs is None else out.logprobs[start:],
-            finish_reason=out.finish_reason,
-            stop_reason=out.stop_reason,
-            error=out.error,
-        )
+        out = (
+            self.output
+        )  # once a token: dataclasses.replace, or keywords, would take twice as long
+        copy = CompletionOutput(out.index, text, out.token_ids[start:])
+        if out.logprobs is not None:
+            copy.cumulative_logprob, copy.logprobs = out.cumulative_logprob, out.logprobs[start:]
+        if out.finish_reason is not None:
+            copy.finish_reason, copy.stop_reason = out.finish_reason, out.stop_reason
+            copy.error = out.error
+        return copy
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +106,14 @@ class ParentRequest:
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
         kind = self.kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
         changed = [c for c in self.completions if c.changed]
-        if not changed or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+        if not changed:
             return None
         prompt_logprobs = self.prompt_logprobs
-        scored = len(prompt_logprobs or ())
-        if scored < len(self.prompt_token_ids) and not self.finished:
+        is_scored = prompt_logprobs is None or len(prompt_logprobs) == len(self.prompt_token_ids)
+        if not is_scored and not self.finished:
             prompt_logprobs = None  # a sibling was faster than the completion that scores it
         if kind is RequestOutputKind.DELTA:
             outputs = [c.delta() for c in changed]
@@ -122,15 +123,31 @@ class ParentRequest:
             outputs = [c.cumulative() for c in self.completions]
         for completion in changed:
             completion.changed = False
+        return self._output(outputs, prompt_logprobs)
+
+    def failed_output(self, error: str) -> RequestOutput:
+        """What is told if `make_output` fails; its completions have ended."""
+        failed = FinishReason.ERROR
+        outputs = [
+            CompletionOutput(c.output.index, finish_reason=failed, error=error)
+            for c in self.completions
+        ]
+        return self._output(outputs, None)
+
+    def _output(
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    ) -> RequestOutput:
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=outputs,
-            finished=self.finished,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics,
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.num_running == 0,
+            prompt_logprobs,
+            self.num_cached_tokens,
+            self.metrics,
         )
 
 
@@ -208,17 +225,21 @@ class OutputProcessor:
         """
         now = time.monotonic() if now is None else now
         parents: dict[str, ParentRequest] = {}
-        to_abort = []
+        to_abort: list[str] = []
+        num_tokens, gaps = 0, list[float]()
         for news in core_outputs:
             completion = self._completions.get(news.request_id)
             if completion is None:
                 continue
-            with self._ends_alone(completion, now):
-                self._apply(completion, news, now)
-            if completion.output.finished and news.finish_reason is None:
+            try:
+                num_tokens += self._apply(completion, news, now, gaps)
+            except Exception as error:
+                self._end_alone(completion, error, now)
+            if news.finish_reason is None and completion.output.finish_reason is not None:
                 to_abort.append(completion.request_id)
             parents[completion.parent.request_id] = completion.parent
-        return self._outputs_of(parents.values()), to_abort
+        self.metrics.record_tokens(gaps, num_tokens, now)
+        return self._outputs_of(parents.values(), to_abort, now), to_abort
 
     def abort(
         self, request_ids: Iterable[str], now: float | None = None
@@ -229,7 +250,7 @@ class OutputProcessor:
         """
         now = time.monotonic() if now is None else now
         parents: dict[str, ParentRequest] = {}
-        to_abort = []
+        to_abort: list[str] = []
         for request_id in request_ids:
             parent = self._parents.get(request_id)
             if parent is None:
@@ -238,51 +259,68 @@ class OutputProcessor:
                 if completion.output.finished:
                     continue
                 to_abort.append(completion.request_id)
-                with self._ends_alone(completion, now):
+                try:
                     if completion.detokenizer is not None:
                         completion.add_text(completion.detokenizer.update((), finished=True))
                     self._finish(completion, FinishReason.ABORT, None, now)
+                except Exception as error:
+                    self._end_alone(completion, error, now)
             parents[request_id] = parent
-        return self._outputs_of(parents.values()), to_abort
+        return self._outputs_of(parents.values(), to_abort, now), to_abort
 
-    def _outputs_of(self, parents: Iterable[ParentRequest]) -> list[RequestOutput]:
-        outputs = (parent.make_output() for parent in parents)
-        return [output for output in outputs if output is not None]
+    def _outputs_of(
+        self, parents: Iterable[ParentRequest], to_abort: list[str], now: float
+    ) -> list[RequestOutput]:
+        outputs = []
+        for parent in parents:
+            try:
+                output = parent.make_output()
+            except Exception as error:
+                for completion in [c for c in parent.completions if not c.output.finished]:
+                    to_abort.append(completion.request_id)
+                    self._end_alone(completion, error, now)
+                output = parent.failed_output(f"{type(error).__name__}: {error}")
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
-    @contextmanager
-    def _ends_alone(self, completion: _Completion, now: float) -> Iterator[None]:
+    def _end_alone(self, completion: _Completion, error: Exception, now: float) -> None:
         """What goes wrong with a completion is its error: a bug must not reach the others."""
-        try:
-            yield
-        except Exception as exc:
-            logger.exception("output of request %s failed", completion.request_id)
-            completion.output.error = f"{type(exc).__name__}: {exc}"
-            if not completion.output.finished:
-                self._finish(completion, FinishReason.ERROR, None, now)
+        logger.error("output of request %s failed", completion.request_id, exc_info=error)
+        completion.output.error = f"{type(error).__name__}: {error}"
+        if not completion.output.finished:
+            self._finish(completion, FinishReason.ERROR, None, now)
 
-    def _apply(self, completion: _Completion, news: EngineCoreOutput, now: float) -> None:
+    def _apply(
+        self, completion: _Completion, news: EngineCoreOutput, now: float, gaps: list[float]
+    ) -> int:
+        """Returns how many of the new tokens count: all, or up to the end of a stop string."""
         parent, metrics = completion.parent, completion.parent.metrics
-        metrics.num_preemptions += news.num_preemptions - completion.num_preemptions
-        completion.num_preemptions = news.num_preemptions
+        if news.num_preemptions != completion.num_preemptions:
+            metrics.num_preemptions += news.num_preemptions - completion.num_preemptions
+            completion.num_preemptions = news.num_preemptions
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = news.first_scheduled_time
         if completion.output.index == 0:
             parent.num_cached_tokens = news.num_cached_tokens
-            self._add_prompt_logprobs(parent, news.prompt_logprobs or ())
-        num_tokens = self._add_text(completion, news)
-        self._add_tokens(completion, news, num_tokens, now)
-        detokenizer = completion.detokenizer
+            if news.prompt_logprobs is not None and parent.prompt_logprobs is not None:
+                parent.prompt_logprobs += [self._logprobs(s) for s in news.prompt_logprobs]
+        detokenizer, num_tokens = completion.detokenizer, len(news.new_token_ids)
+        if detokenizer is not None:
+            num_tokens = self._add_text(completion, detokenizer, news)
+        if num_tokens:
+            self._add_tokens(completion, news, num_tokens, now)
+            completion.times.add(num_tokens, now, gaps)
         if detokenizer is not None and detokenizer.stop_string is not None:
             self._finish(completion, FinishReason.STOP, detokenizer.stop_string, now)
         elif news.finish_reason is not None:
             completion.output.error = news.error
             self._finish(completion, news.finish_reason, news.stop_reason, now)
+        return num_tokens
 
-    def _add_text(self, completion: _Completion, news: EngineCoreOutput) -> int:
-        """Returns how many of the new tokens count: all, or up to the end of a stop string."""
-        detokenizer = completion.detokenizer
-        if detokenizer is None:
-            return len(news.new_token_ids)
+    def _add_text(
+        self, completion: _Completion, detokenizer: IncrementalDetokenizer, news: EngineCoreOutput
+    ) -> int:
         before = detokenizer.num_tokens
         text = detokenizer.update(
             news.new_token_ids,
@@ -295,8 +333,6 @@ class OutputProcessor:
     def _add_tokens(
         self, completion: _Completion, news: EngineCoreOutput, num_tokens: int, now: float
     ) -> None:
-        if num_tokens == 0:
-            return
         completion.changed = True
         output, metrics = completion.output, completion.parent.metrics
         output.token_ids += news.new_token_ids[:num_tokens]
@@ -306,16 +342,11 @@ class OutputProcessor:
             for scores in news.logprobs[:num_tokens]:
                 output.logprobs.append(self._logprobs(scores))
                 output.cumulative_logprob += scores.logprobs[0]
-        self.metrics.record_tokens(completion.times, num_tokens, now)
         if metrics.first_token_time is None:
             metrics.first_token_time = now
             self.metrics.record_ttft(now - metrics.arrival_time)
         metrics.last_token_time = now
         metrics.num_generation_tokens += num_tokens
-
-    def _add_prompt_logprobs(self, parent: ParentRequest, scores: Iterable[TokenLogprobs]) -> None:
-        if parent.prompt_logprobs is not None:
-            parent.prompt_logprobs += [self._logprobs(s) for s in scores]
 
     def _finish(
         self,

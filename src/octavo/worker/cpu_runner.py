@@ -6,7 +6,7 @@ import torch
 
 from octavo.sample.sampler import Sampler, SamplerOutput
 from octavo.worker.forward_batch import ForwardBatch, build_common_metadata
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.model_runner import ModelRunner, StepRows
 
 
 class CpuModelRunner(ModelRunner):
@@ -15,28 +15,19 @@ class CpuModelRunner(ModelRunner):
     def _setup(self) -> None:
         self._sampler = Sampler()
 
-    def _prepare(
-        self,
-        slots: list[int],
-        query_lens: list[int],
-        seq_lens: list[int],
-        sampled_rows: list[int],
-        sampled_ids: list[str],
-    ) -> ForwardBatch:
-        rows = torch.tensor(slots)
+    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
+        slots = torch.from_numpy(rows.slots)
         common, input_ids = build_common_metadata(
-            self.slots, rows, query_lens, seq_lens, self._block_size
+            self.slots, slots, rows.query_lens.tolist(), max_seq_len, self._block_size
         )
-        self.slots.num_computed_tokens[rows] = common.seq_lens
-        picked = torch.tensor(sampled_rows, dtype=torch.int64)
+        self.slots.num_computed_tokens[slots] = common.seq_lens
+        picked = torch.from_numpy(rows.sampled_rows)
         return ForwardBatch(
-            sampled_ids=sampled_ids,
-            sampled_slots=[slots[row] for row in sampled_rows],
             num_tokens=len(input_ids),
             input_ids=input_ids,
             common=common,
             logits_indices=common.query_start_loc[1:][picked].to(torch.int64) - 1,
-            sample_slots=rows[picked],
+            sample_slots=slots[picked],
         )
 
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,12 +42,14 @@ class CpuModelRunner(ModelRunner):
     def _mark(self) -> None:
         return None
 
-    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> SamplerOutput:
+    def _sample(
+        self, batch: ForwardBatch, logits: torch.Tensor, sampled_slots: list[int]
+    ) -> SamplerOutput:
         rows = batch.sample_slots
         num_tokens = self.slots.num_tokens[rows].to(torch.int64)
         sampled = self._sampler.sample(
             logits,
-            batch.sampled_slots,
+            sampled_slots,
             self._sampling,
             self.slots.token_ids,
             num_tokens,

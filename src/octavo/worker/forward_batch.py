@@ -19,10 +19,6 @@ from octavo.worker.request_slots import RequestSlots
 class ForwardBatch:
     """One step. T tokens of R requests; S of them get logits and a sampled token."""
 
-    sampled_ids: list[str]
-    """Request of each sampled row."""
-    sampled_slots: list[int]
-    """Its request slot."""
     num_tokens: int
     """T."""
     input_ids: torch.Tensor
@@ -31,7 +27,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     """(S,) int64 rows of the hidden states that are sampled."""
     sample_slots: torch.Tensor
-    """(S,) int32 or int64: `sampled_slots` on the device."""
+    """(S,) int32 or int64: their request slots."""
     bucket: int | None = None
     """The CUDA graph that runs it, if any."""
 
@@ -40,12 +36,12 @@ def build_common_metadata(
     slots: RequestSlots,
     rows: torch.Tensor,
     query_lens: list[int],
-    seq_lens: list[int],
+    max_seq_len: int,
     block_size: int,
 ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
     """Positions and cache slots of a step.
 
-    rows: (R,) int64 request slots; query_lens, seq_lens: R ints, the latter an upper bound.
+    rows: (R,) int64 request slots; query_lens: R ints; max_seq_len: an upper bound.
     Returns the metadata and the input ids (T,) int64.
     """
     device = rows.device
@@ -61,7 +57,7 @@ def build_common_metadata(
     row_of_token = rows[request_of_token]
     input_ids = slots.token_ids[row_of_token, positions].to(torch.int64)
     block_ids = slots.block_table[row_of_token, positions // block_size].to(torch.int64)
-    num_blocks = -(-max(seq_lens) // block_size)
+    num_blocks = -(-max_seq_len // block_size)
     common = CommonAttentionMetadata(
         query_start_loc=query_start_loc.to(torch.int32),
         seq_lens=(computed + lens).to(torch.int32),

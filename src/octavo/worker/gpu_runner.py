@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from octavo.core.request import EngineRequest
@@ -10,7 +11,7 @@ from octavo.sample.device_sampler import DeviceSample, DeviceSampler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.cuda_graphs import CudaGraphs, bucket_sizes
 from octavo.worker.forward_batch import ForwardBatch
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.model_runner import ModelRunner, StepRows
 from octavo.worker.step_inputs import StepInputs
 
 
@@ -26,7 +27,7 @@ class GpuModelRunner(ModelRunner):
         )
         self._sampler = DeviceSampler(scheduler.max_num_seqs, model.vocab_size, self._device)
         self._graphs: CudaGraphs | None = None
-        self._last_step: tuple[list[int], list[int], list[int], list[str]] | None = None
+        self._last_rows: StepRows | None = None
         self._last_batch: ForwardBatch
         with torch.inference_mode():
             if not config.enforce_eager:
@@ -38,8 +39,13 @@ class GpuModelRunner(ModelRunner):
         sizes = bucket_sizes(config.scheduler.max_num_batched_tokens)
         rows = min(sizes[-1], self._max_num_seqs)
         self._logits = self._empty_logits(rows)
-        self._inputs.fill([], [], [], (rows, sizes[-1]))
+        self._fill_nothing(rows, sizes[-1])
         return CudaGraphs(self._forward_bucket, sizes)
+
+    def _fill_nothing(self, num_requests: int, num_tokens: int) -> None:
+        """A step of padding only."""
+        nothing = np.empty(0, dtype=np.int64)
+        self._inputs.fill(nothing, nothing, nothing, (num_requests, num_tokens))
 
     def _empty_logits(self, rows: int) -> torch.Tensor:
         model = self._config.model
@@ -69,35 +75,25 @@ class GpuModelRunner(ModelRunner):
             for size in (1, 32, 96):  # one of each tile of the small products
                 num_tokens = min(size, self._config.scheduler.max_num_batched_tokens)
                 self._logits = self._empty_logits(min(num_tokens, self._max_num_seqs))
-                self._inputs.fill([], [], [], (len(self._logits), num_tokens))
+                self._fill_nothing(len(self._logits), num_tokens)
                 self._forward_bucket(num_tokens)
         self.slots.warm_up()
         self.slots.arena.zero_()  # sampled tokens were written there
 
-    def _prepare(
-        self,
-        slots: list[int],
-        query_lens: list[int],
-        seq_lens: list[int],
-        sampled_rows: list[int],
-        sampled_ids: list[str],
-    ) -> ForwardBatch:
+    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
         # Decoding, a step is mostly like the last one: nothing is staged or made anew for it.
-        step = (slots, query_lens, sampled_rows, sampled_ids)
-        if step == self._last_step:
+        if rows is self._last_rows:
             self._inputs.fill_again()
             return self._last_batch
-        num_tokens, num_requests = sum(query_lens), len(slots)
+        num_tokens, num_requests = int(rows.query_lens.sum()), len(rows.slots)
         padded, bucket = (num_requests, num_tokens), None
         if self._graphs is not None and (bucket := self._graphs.bucket(num_tokens)) is not None:
             padded = (min(bucket, self._max_num_seqs), bucket)
-        self._last_step = None  # until its inputs are made, should that fail
-        self._inputs.fill(slots, query_lens, sampled_rows, padded)
-        num_sampled = len(sampled_rows)
-        self._last_step = step
+        self._last_rows = None  # until its inputs are made, should that fail
+        self._inputs.fill(rows.slots, rows.query_lens, rows.sampled_rows, padded)
+        num_sampled = len(rows.sampled_rows)
+        self._last_rows = rows
         self._last_batch = ForwardBatch(
-            sampled_ids=sampled_ids,
-            sampled_slots=[slots[row] for row in sampled_rows],
             num_tokens=num_tokens,
             bucket=bucket,
             input_ids=self._inputs.input_ids[:num_tokens],
@@ -110,7 +106,7 @@ class GpuModelRunner(ModelRunner):
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self._graphs is not None and batch.bucket is not None:
             hidden = self._graphs.replay(batch.bucket)
-            return hidden[: batch.num_tokens], self._logits[: len(batch.sampled_ids)]
+            return hidden[: batch.num_tokens], self._logits[: len(batch.sample_slots)]
         hidden = self._model.forward(
             batch.input_ids,
             batch.common,
@@ -133,10 +129,12 @@ class GpuModelRunner(ModelRunner):
         self._model.compute_logits(picked, out=self._logits[:num_requests])
         return hidden
 
-    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> DeviceSample:
+    def _sample(
+        self, batch: ForwardBatch, logits: torch.Tensor, sampled_slots: list[int]
+    ) -> DeviceSample:
         return self._sampler.launch(
             logits,
-            batch.sampled_slots,
+            sampled_slots,
             batch.sample_slots,
             self._sampling,
             self.slots.token_ids,

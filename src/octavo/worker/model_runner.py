@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBackend
@@ -51,8 +53,6 @@ class _Resident:
     """What the host remembers of a request in a slot."""
 
     engine_request: EngineRequest
-    num_computed_tokens: int
-    """Upper bound after all launched steps."""
     next_score: int
     """First prompt position whose score is owed."""
     failed: bool = False
@@ -65,6 +65,31 @@ class _Resident:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.engine_request.prompt_token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class StepRows:
+    """Which requests a step runs, in the order of its rows."""
+
+    plan: SchedulerOutput
+    """The first plan that ran these rows."""
+    names: list[str]
+    slots: np.ndarray
+    """(R,) int64 request slots."""
+    query_lens: np.ndarray
+    """(R,) int64."""
+    sampled_rows: np.ndarray
+    """(S,) int64: rows that get a token."""
+    sampled_ids: list[str]
+    sampled_slots: list[int]
+    scored: list[tuple[str, int, int]]
+    """Requests that ask for prompt scores, with their first token and the one after the last."""
+
+    def serves(self, plan: SchedulerOutput) -> bool:
+        """True if a plan that admits and removes nobody runs the same rows."""
+        mine = self.plan
+        same_tokens = mine.num_scheduled_tokens == plan.num_scheduled_tokens
+        return same_tokens and mine.sampling_requests == plan.sampling_requests
 
 
 @dataclass(slots=True)
@@ -93,6 +118,10 @@ class LaunchedStep:
         if self.sampled is None:
             return output
         sampled = self.sampled.collect()
+        if not (sampled.errors or sampled.logprobs):
+            tokens = [[token_id] for token_id in sampled.token_ids]
+            output.sampled_token_ids = dict(zip(self.request_ids, tokens, strict=True))
+            return output
         for row, request_id in enumerate(self.request_ids):
             if row in sampled.errors:
                 output.errors[request_id] = sampled.errors[row]
@@ -130,6 +159,10 @@ class ModelRunner(ABC):
             model, num_slots, config.model.hidden_size, TORCH_DTYPES[config.model.dtype]
         )
         self._residents: dict[str, _Resident] = {}
+        self._rows: StepRows | None = None
+        """Of the last step, while nobody comes, leaves or fails."""
+        self._num_computed = np.zeros(scheduler.max_num_seqs, dtype=np.int64)
+        """By slot: upper bound after all launched steps."""
         self._setup()
 
     @abstractmethod
@@ -137,26 +170,17 @@ class ModelRunner(ABC):
         """What the device needs beside that."""
 
     @abstractmethod
-    def _prepare(
-        self,
-        slots: list[int],
-        query_lens: list[int],
-        seq_lens: list[int],
-        sampled_rows: list[int],
-        sampled_ids: list[str],
-    ) -> ForwardBatch:
-        """The tensors of a step, and num_computed_tokens advanced.
-
-        slots, query_lens, seq_lens (upper bounds): one a request; sampled_rows: which of them get a
-        token; sampled_ids: their names.
-        """
+    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
+        """The tensors of a step, and num_computed_tokens advanced. max_seq_len: an upper bound."""
 
     @abstractmethod
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final hidden states (T, hidden_size) and logits (S, vocab_size)."""
 
     @abstractmethod
-    def _sample(self, batch: ForwardBatch, logits: torch.Tensor) -> PendingSample:
+    def _sample(
+        self, batch: ForwardBatch, logits: torch.Tensor, sampled_slots: list[int]
+    ) -> PendingSample:
         """Choose a token a row, and append it to its request slot on the device."""
 
     @abstractmethod
@@ -175,9 +199,9 @@ class ModelRunner(ABC):
         for request_id in plan.removed_request_ids:
             self._residents.pop(request_id, None)
         for new in plan.new_requests:
-            self._residents[new.request_id] = _Resident(
-                new.engine_request, new.num_computed_tokens, max(1, new.score_start)
-            )
+            self._residents[new.request_id] = _Resident(new.engine_request, max(1, new.score_start))
+        if plan.removed_request_ids or plan.new_requests:
+            self._rows = None
         try:
             for slot in self.slots.update(plan):
                 self._sampling.remove(slot)
@@ -185,6 +209,7 @@ class ModelRunner(ABC):
             self._run(plan, step)
             step.done = self._mark()
         except Exception:
+            self._rows = None
             for request_id in plan.num_scheduled_tokens:
                 self._residents[request_id].failed = True
             raise
@@ -193,7 +218,9 @@ class ModelRunner(ABC):
     def _admit(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
         for new in plan.new_requests:
             try:
-                self._sampling.add(self.slots.slot_of[new.request_id], new.engine_request)
+                slot = self.slots.slot_of[new.request_id]
+                self._num_computed[slot] = new.num_computed_tokens
+                self._sampling.add(slot, new.engine_request)
             except Exception as error:
                 logger.exception("%s cannot be admitted", new.request_id)
                 self._residents[new.request_id].failed = True
@@ -201,59 +228,61 @@ class ModelRunner(ABC):
 
     def _run(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
         """Forward pass, scores and samples of all requests that have not failed before."""
-        scheduled = {
-            request_id: num_tokens
-            for request_id, num_tokens in plan.num_scheduled_tokens.items()
-            if not self._residents[request_id].failed
-        }
-        if not scheduled:
+        if self._rows is None or not self._rows.serves(plan):
+            self._rows = self._rows_of(plan)
+        rows = self._rows
+        if not rows.names:
             return
-        seq_lens = []
-        for request_id, query_len in scheduled.items():
-            resident = self._residents[request_id]
-            resident.num_computed_tokens += query_len
-            seq_lens.append(resident.num_computed_tokens)
-        names = list(scheduled)
-        sampled_rows = [row for row, name in enumerate(names) if name in plan.sampling_requests]
-        batch = self._prepare(
-            [self.slots.slot_of[name] for name in names],
-            list(scheduled.values()),
-            seq_lens,
-            sampled_rows,
-            [names[row] for row in sampled_rows],
-        )
+        self._num_computed[rows.slots] += rows.query_lens
+        batch = self._prepare(rows, int(self._num_computed[rows.slots].max()))
         self._connector.start_load_kv(plan.kv_connector_metadata)
         hidden, logits = self._forward(batch)
         self._connector.save_kv(plan.kv_connector_metadata)
-        self._score_prompts(scheduled, batch.common.slot_mapping, hidden, step)
-        if batch.sampled_ids:
-            step.request_ids = batch.sampled_ids
-            step.sampled = self._sample(batch, logits)
+        if rows.scored:
+            self._score_prompts(rows, batch.common.slot_mapping, hidden, step)
+        if rows.sampled_ids:
+            step.request_ids = rows.sampled_ids
+            step.sampled = self._sample(batch, logits, rows.sampled_slots)
+
+    def _rows_of(self, plan: SchedulerOutput) -> StepRows:
+        names = [name for name in plan.num_scheduled_tokens if not self._residents[name].failed]
+        query_lens = [plan.num_scheduled_tokens[name] for name in names]
+        slots = [self.slots.slot_of[name] for name in names]
+        sampled_rows = [row for row, name in enumerate(names) if name in plan.sampling_requests]
+        ends = accumulate(query_lens)
+        return StepRows(
+            plan=plan,
+            names=names,
+            slots=np.array(slots, dtype=np.int64),
+            query_lens=np.array(query_lens, dtype=np.int64),
+            sampled_rows=np.array(sampled_rows, dtype=np.int64),
+            sampled_ids=[names[row] for row in sampled_rows],
+            sampled_slots=[slots[row] for row in sampled_rows],
+            scored=[
+                (name, end - query_len, end)
+                for name, query_len, end in zip(names, query_lens, ends, strict=True)
+                if self._residents[name].num_top is not None
+            ],
+        )
 
     def _score_prompts(
-        self,
-        scheduled: dict[str, int],
-        slot_mapping: torch.Tensor,
-        hidden: torch.Tensor,
-        step: LaunchedStep,
+        self, rows: StepRows, slot_mapping: torch.Tensor, hidden: torch.Tensor, step: LaunchedStep
     ) -> None:
         """Scores that this step makes possible, for the requests that ask for them."""
-        start = 0
-        for request_id, query_len in scheduled.items():
-            end = start + query_len
-            resident = self._residents[request_id]
-            if resident.num_top is not None:
-                self._scorer.keep(hidden[start:end], slot_mapping[start:end])
-                if positions := self._positions_to_score(resident):
-                    try:
-                        scores = self._score(request_id, positions, resident.num_top)
-                        step.prompt_logprobs[request_id] = scores
-                    except FloatingPointError as error:
-                        step.errors[request_id] = str(error)
-            start = end
+        for name, start, end in rows.scored:
+            resident = self._residents[name]
+            self._scorer.keep(hidden[start:end], slot_mapping[start:end])
+            num_top, positions = resident.num_top, self._positions_to_score(name, resident)
+            if num_top is None or not positions:
+                continue
+            try:
+                step.prompt_logprobs[name] = self._score(name, positions, num_top)
+            except FloatingPointError as error:
+                step.errors[name] = str(error)
 
-    def _positions_to_score(self, resident: _Resident) -> range:
-        end = min(resident.num_computed_tokens + 1, resident.num_prompt_tokens)
+    def _positions_to_score(self, name: str, resident: _Resident) -> range:
+        num_computed = int(self._num_computed[self.slots.slot_of[name]])
+        end = min(num_computed + 1, resident.num_prompt_tokens)
         positions = range(resident.next_score, end)
         resident.next_score = max(resident.next_score, end)
         return positions

@@ -47,14 +47,14 @@ class StepInputs:
 
     def fill(
         self,
-        slots: list[int],
-        query_lens: list[int],
-        sampled_rows: list[int],
+        slots: np.ndarray,
+        query_lens: np.ndarray,
+        sampled_rows: np.ndarray,
         padded: tuple[int, int],
     ) -> None:
         """Queue the kernel that makes the inputs and advances num_computed_tokens.
 
-        slots, query_lens: R ints; sampled_rows: which of the R get a token; padded: requests and
+        slots, query_lens: (R,) integers; sampled_rows: which of the R get a token; padded: requests and
         tokens, padding included.
         """
         assert padded[0] <= len(self.sample_slots)
@@ -64,7 +64,7 @@ class StepInputs:
         np.cumsum(query_lens, out=starts[1:])
         sampled = np.full(len(slots), -1, dtype=np.int32)
         sampled[sampled_rows] = np.arange(len(sampled_rows))
-        self._staged = self._staging.stage([np.asarray(slots, dtype=np.int32), starts, sampled])
+        self._staged = self._staging.stage([slots.astype(np.int32), starts, sampled])
         self._counts = len(slots), int(starts[-1]), len(sampled_rows)
         self._padded = padded
         self.fill_again()

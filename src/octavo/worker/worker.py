@@ -163,7 +163,7 @@ class Worker:
         block_ids = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=self._device)
         slots.block_table.copy_(block_ids.view_as(slots.block_table))
         rows = torch.arange(len(lens), device=self._device)
-        common, input_ids = build_common_metadata(slots, rows, lens, lens, block_size)
+        common, input_ids = build_common_metadata(slots, rows, lens, longest, block_size)
         kv_caches = self._allocate(num_blocks + 1)
         hidden = self._model.forward(
             input_ids, common, kv_caches, self._backend.build_metadata(common)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from octavo.core.planner import num_wanted_tokens
 from octavo.core.request import EngineRequest, Request, RequestStatus
 from octavo.core.scheduler import Scheduler
 from octavo.core.scheduler_output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
@@ -57,8 +58,8 @@ class Loop:
 
     def launch(self) -> SchedulerOutput:
         """Plan one step and run it; holds the liveness promise of case S02."""
-        wants = self.scheduler._planner._num_wanted_tokens
-        active = [r.request_id for r in self.scheduler.state.running if wants(r)]
+        running = self.scheduler.state.running
+        active = [request.request_id for request in running if num_wanted_tokens(request)]
         plan = self.scheduler.schedule()
         left_out = [name not in plan.num_scheduled_tokens for name in active]
         if any(left_out):  # for want of blocks or tokens, then nobody behind it may take them

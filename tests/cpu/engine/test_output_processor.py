@@ -359,6 +359,29 @@ def test_an_abort_that_fails_for_one_request_reaches_the_others():
     assert not outputs.num_requests
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_an_output_that_cannot_be_made_hits_no_neighbour(last, monkeypatch):
+    outputs = OutputProcessor(TINY)
+    add(outputs, "bad", n=2)
+    add(outputs, "good")
+    bad_parent = outputs._parents["bad"]
+    make = type(bad_parent).make_output
+    monkeypatch.setattr(
+        type(bad_parent), "make_output", lambda p: fails() if p is bad_parent else make(p)
+    )
+    end = FinishReason.STOP if last else None
+    (bad, good), to_abort = outputs.process(
+        [news("x", "bad/0", end), news("y", "bad/1", end), news("y", "good")]
+    )
+    assert to_abort == ([] if last else ["bad/0", "bad/1"])
+    assert bad.finished
+    for index, output in enumerate(bad.outputs):
+        assert (output.index, output.finish_reason) == (index, FinishReason.ERROR)
+        assert output.error == "ValueError: said no"
+    assert (good.outputs[0].text, good.finished) == ("y", False)
+    assert not outputs.has_request("bad")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_waits_to_be_sent_for_deltas_only(kind):
     """The other kinds never ask for it: it would only grow."""
@@ -366,7 +389,7 @@ def test_text_waits_to_be_sent_for_deltas_only(kind):
     add(outputs, kind=kind)
     outputs.process([news("a")])
     completion = outputs._completions["r"]
-    outputs._apply(completion, news("b"), 0.0)
+    outputs._apply(completion, news("b"), 0.0, [])
     assert completion.unsent_text == (["b"] if kind is RequestOutputKind.DELTA else [])
 
 

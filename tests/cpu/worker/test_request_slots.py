@@ -60,7 +60,7 @@ def test_metadata_is_exact_from_device_state() -> None:
     )
     slots.update(plan)
     rows = torch.tensor([slots.slot_of["a"], slots.slot_of["b"]])
-    common, input_ids = build_common_metadata(slots, rows, [4, 3], [14, 6], 8)
+    common, input_ids = build_common_metadata(slots, rows, [4, 3], 14, 8)
     assert input_ids.tolist() == [108, 109, 110, 111, 200, 201, 202]
     assert common.positions.tolist() == [8, 9, 10, 11, 0, 1, 2]
     assert common.query_start_loc.tolist() == [0, 4, 7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tests.cpu.kernels.triton.compile_harness import Case, compile_cases
@@ -60,14 +61,14 @@ def test_inputs_equal_those_of_torch(
     query_lens = [query_lens[int(name)] for name in names]
     seq_lens = [lengths[int(name)][1] + n for name, n in zip(names, query_lens, strict=True)]
     common, input_ids = build_common_metadata(
-        slots, torch.tensor(rows), query_lens, seq_lens, block_size
+        slots, torch.tensor(rows), query_lens, max(seq_lens), block_size
     )
     sampled = [row for row in range(len(rows)) if row % 2 == 0]
     inputs = StepInputs(slots, 2048, block_size, CPU)
     for tensor in vars(inputs).values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(77)  # what an earlier step left
-    inputs.fill(rows, query_lens, sampled, padded)
+    inputs.fill(np.array(rows), np.array(query_lens), np.array(sampled), padded)
 
     num_requests, num_tokens = len(rows), sum(query_lens)
     made = inputs.common(*padded)
@@ -92,7 +93,7 @@ def test_inputs_equal_those_of_torch(
 
 def test_an_empty_step_is_all_padding() -> None:
     inputs = StepInputs(RequestSlots(4, 64, 16, CPU), 8, 16, CPU)
-    inputs.fill([], [], [], (4, 8))
+    inputs.fill(*[np.empty(0, dtype=np.int64)] * 3, (4, 8))
     made = inputs.common(4, 8)
     assert made.seq_lens.tolist() == [0] * 4
     assert made.query_start_loc.tolist() == [0] * 5
