@@ -70,9 +70,8 @@ class _Completion:
         return self._copy(sent, text)
 
     def _copy(self, start: int, text: str) -> CompletionOutput:
-        out = (
-            self.output
-        )  # once a token: dataclasses.replace, or keywords, would take twice as long
+        # Once a token: dataclasses.replace, or keywords, would take twice as long.
+        self.changed, out = False, self.output
         copy = CompletionOutput(out.index, text, out.token_ids[start:])
         if out.logprobs is not None:
             copy.cumulative_logprob, copy.logprobs = out.cumulative_logprob, out.logprobs[start:]
@@ -105,24 +104,21 @@ class ParentRequest:
 
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
-        kind = self.kind
-        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        is_delta, is_finished = self.kind is RequestOutputKind.DELTA, self.num_running == 0
+        if self.kind is RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
         changed = [c for c in self.completions if c.changed]
         if not changed:
             return None
         prompt_logprobs = self.prompt_logprobs
-        is_scored = prompt_logprobs is None or len(prompt_logprobs) == len(self.prompt_token_ids)
-        if not is_scored and not self.finished:
-            prompt_logprobs = None  # a sibling was faster than the completion that scores it
-        if kind is RequestOutputKind.DELTA:
-            outputs = [c.delta() for c in changed]
-            if prompt_logprobs is not None:
+        if prompt_logprobs is not None:
+            if len(prompt_logprobs) < len(self.prompt_token_ids) and not is_finished:
+                prompt_logprobs = None  # a sibling was faster than the completion that scores it
+            elif is_delta:
                 self.prompt_logprobs = None  # told once
-        else:
-            outputs = [c.cumulative() for c in self.completions]
-        for completion in changed:
-            completion.changed = False
+        outputs = (
+            [c.delta() for c in changed] if is_delta else [c.cumulative() for c in self.completions]
+        )
         return self._output(outputs, prompt_logprobs)
 
     def failed_output(self, error: str) -> RequestOutput:

@@ -7,8 +7,8 @@ N. On a GPU launching returns at once by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,10 +21,31 @@ Result = TypeVar("Result")
 _LOOK_UP = 0.05  # seconds
 
 
+class _Outcome(Generic[Result]):
+    """What a call brought: as much of a Future as is used here, without its locks."""
+
+    def __init__(self, fn: Callable[..., Result], args: tuple[Any, ...]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._result = fn(*args)
+        except Exception as error:
+            self._error = error
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> Result:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
 class PendingStep:
     """A step that is queued: its outcome, once it is asked for."""
 
-    def __init__(self, launched: Future[LaunchedStep], worker: Worker) -> None:
+    def __init__(
+        self, launched: Future[LaunchedStep] | _Outcome[LaunchedStep], worker: Worker
+    ) -> None:
         self._launched, self._worker = launched, worker
 
     def collect(self) -> ModelRunnerOutput | Exception:
@@ -32,7 +53,7 @@ class PendingStep:
 
         A DeviceLostError means that no later step can succeed.
         """
-        while not self._launched.done():
+        while isinstance(self._launched, Future) and not self._launched.done():
             # A signal that came just before this waits is seen after it: it must not be long.
             wait([self._launched], timeout=_LOOK_UP)
         failure = self._launched.exception()
@@ -59,7 +80,7 @@ class InlineExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._thread: Executor = _CallersThread()
+        self._thread: ThreadPoolExecutor | _CallersThread = _CallersThread()
         if config.device == "cpu":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
         try:
@@ -87,13 +108,11 @@ class InlineExecutor:
         self._worker.finish()
 
 
-class _CallersThread(Executor):
+class _CallersThread:
     """An executor without a thread: `submit` runs the call, and keeps what it raised."""
 
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def submit(self, fn: Callable[..., Result], /, *args: Any) -> _Outcome[Result]:
+        return _Outcome(fn, args)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing runs that would have to end."""

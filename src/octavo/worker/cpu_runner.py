@@ -15,8 +15,9 @@ class CpuModelRunner(ModelRunner):
     def _setup(self) -> None:
         self._sampler = Sampler()
 
-    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
+    def _prepare(self, rows: StepRows) -> ForwardBatch:
         slots = torch.from_numpy(rows.slots)
+        max_seq_len = int(self._num_computed[rows.slots].max())
         common, input_ids = build_common_metadata(
             self.slots, slots, rows.query_lens.tolist(), max_seq_len, self._block_size
         )

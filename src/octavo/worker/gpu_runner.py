@@ -7,7 +7,7 @@ import torch
 
 from octavo.core.request import EngineRequest
 from octavo.models.decoder import TORCH_DTYPES
-from octavo.sample.device_sampler import DeviceSample, DeviceSampler
+from octavo.sample.device_sampler import RESULTS_KEPT, DeviceSample, DeviceSampler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.cuda_graphs import CudaGraphs, bucket_sizes
 from octavo.worker.forward_batch import ForwardBatch
@@ -29,6 +29,9 @@ class GpuModelRunner(ModelRunner):
         self._graphs: CudaGraphs | None = None
         self._last_rows: StepRows | None = None
         self._last_batch: ForwardBatch
+        self._last_result: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Hidden states and logits of a step like the last one, where a CUDA graph leaves them."""
+        self._ends = [torch.cuda.Event() for _ in range(RESULTS_KEPT)]  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             if not config.enforce_eager:
                 self._graphs = self._capture()
@@ -80,7 +83,7 @@ class GpuModelRunner(ModelRunner):
         self.slots.warm_up()
         self.slots.arena.zero_()  # sampled tokens were written there
 
-    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
+    def _prepare(self, rows: StepRows) -> ForwardBatch:
         # Decoding, a step is mostly like the last one: nothing is staged or made anew for it.
         if rows is self._last_rows:
             self._inputs.fill_again()
@@ -92,7 +95,7 @@ class GpuModelRunner(ModelRunner):
         self._last_rows = None  # until its inputs are made, should that fail
         self._inputs.fill(rows.slots, rows.query_lens, rows.sampled_rows, padded)
         num_sampled = len(rows.sampled_rows)
-        self._last_rows = rows
+        self._last_rows, self._last_result = rows, None
         self._last_batch = ForwardBatch(
             num_tokens=num_tokens,
             bucket=bucket,
@@ -106,7 +109,10 @@ class GpuModelRunner(ModelRunner):
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self._graphs is not None and batch.bucket is not None:
             hidden = self._graphs.replay(batch.bucket)
-            return hidden[: batch.num_tokens], self._logits[: len(batch.sample_slots)]
+            if self._last_result is None:
+                num_sampled = len(batch.sample_slots)
+                self._last_result = hidden[: batch.num_tokens], self._logits[:num_sampled]
+            return self._last_result
         hidden = self._model.forward(
             batch.input_ids,
             batch.common,
@@ -143,6 +149,7 @@ class GpuModelRunner(ModelRunner):
         )
 
     def _mark(self) -> torch.cuda.Event:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = self._ends.pop(0)
+        self._ends.append(done)  # in use again when its step has long been collected
         done.record()
         return done

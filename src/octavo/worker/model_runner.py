@@ -170,8 +170,8 @@ class ModelRunner(ABC):
         """What the device needs beside that."""
 
     @abstractmethod
-    def _prepare(self, rows: StepRows, max_seq_len: int) -> ForwardBatch:
-        """The tensors of a step, and num_computed_tokens advanced. max_seq_len: an upper bound."""
+    def _prepare(self, rows: StepRows) -> ForwardBatch:
+        """The tensors of a step, and num_computed_tokens advanced."""
 
     @abstractmethod
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,7 @@ class ModelRunner(ABC):
         if not rows.names:
             return
         self._num_computed[rows.slots] += rows.query_lens
-        batch = self._prepare(rows, int(self._num_computed[rows.slots].max()))
+        batch = self._prepare(rows)
         self._connector.start_load_kv(plan.kv_connector_metadata)
         hidden, logits = self._forward(batch)
         self._connector.save_kv(plan.kv_connector_metadata)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from octavo.attention.base import CommonAttentionMetadata
-from octavo.kernels.triton.step_inputs import prepare_step
+from octavo.kernels.triton.step_inputs import bind_prepare_step
 from octavo.worker.pinned import PinnedRing
 from octavo.worker.request_slots import RequestSlots
 
@@ -42,8 +44,9 @@ class StepInputs:
             self.logits_indices,
             self.sample_slots,
         )
-        self._staged = self._staging.stage([])
-        self._counts, self._padded = (0, 0, 0), (0, 0)
+        self._staging.stage([])
+        self.fill_again: Callable[[], None]
+        """Queue it for the next step of the same requests with the same numbers of tokens."""
 
     def fill(
         self,
@@ -64,21 +67,15 @@ class StepInputs:
         np.cumsum(query_lens, out=starts[1:])
         sampled = np.full(len(slots), -1, dtype=np.int32)
         sampled[sampled_rows] = np.arange(len(sampled_rows))
-        self._staged = self._staging.stage([slots.astype(np.int32), starts, sampled])
-        self._counts = len(slots), int(starts[-1]), len(sampled_rows)
-        self._padded = padded
-        self.fill_again()
-
-    def fill_again(self) -> None:
-        """The next step of the same requests with the same numbers of tokens."""
-        prepare_step(
-            self._staged,
+        self.fill_again = bind_prepare_step(
+            self._staging.stage([slots.astype(np.int32), starts, sampled]),
             (self._slots.token_ids, self._slots.block_table, self._slots.num_computed_tokens),
             self._outputs,
-            self._counts,
-            self._padded,
+            (len(slots), int(starts[-1]), len(sampled_rows)),
+            padded,
             self._block_size,
         )
+        self.fill_again()
 
     def common(self, num_requests: int, num_tokens: int) -> CommonAttentionMetadata:
         """Views of the inputs for a step of this size, padding included."""

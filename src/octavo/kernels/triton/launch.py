@@ -6,6 +6,7 @@ rest of a small step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,26 +29,37 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Queue the kernel on the current stream."""
+        self.bind(grid, *args)()
+
+    def bind(self, grid: tuple[int, ...], *args: Any) -> Callable[[], None]:
+        """The same launch as often as it is called: types and addresses are looked at only once."""
         key = tuple(
             (arg.dtype, arg.data_ptr() & _ALIGNMENT) if isinstance(arg, torch.Tensor) else arg
             for arg in [args[number] for number in self._specialised]
         )
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # The interpreter returns none, and every call goes this way.
-            self._compiled[key] = self._kernel[grid](*args, **self._options)
-            return
-        compiled.run(
-            *(*grid, 1, 1)[:3],
-            torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()),
-            compiled.function,
-            compiled.packed_metadata,
-            None,  # launch metadata and hooks are for profilers
-            None,
-            None,
-            *args,
-            *self._constants,
-        )
+        # Triton's launcher takes addresses, too, and asks the driver about each tensor.
+        values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        shape = (*grid, 1, 1)[:3]
+
+        def launch() -> None:
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                # The interpreter returns none, and every call goes this way.
+                self._compiled[key] = self._kernel[grid](*args, **self._options)
+                return
+            compiled.run(
+                *shape,
+                torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()),
+                compiled.function,
+                compiled.packed_metadata,
+                None,  # launch metadata and hooks are for profilers
+                None,
+                None,
+                *values,
+                *self._constants,
+            )
+
+        return launch
 
 
 _LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}

@@ -6,6 +6,7 @@ The torch twin is `worker.forward_batch.build_common_metadata`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -104,15 +105,15 @@ def _prepare(
             tl.store(logits_indices + row, tl.zeros((BLOCK,), tl.int64), mask=row < padded_requests)
 
 
-def prepare_step(
+def bind_prepare_step(
     staged: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, ...],
     counts: tuple[int, int, int],
     padded: tuple[int, int],
     block_size: int,
-) -> None:
-    """Fill the step's input tensors and advance num_computed_tokens.
+) -> Callable[[], None]:
+    """A call that fills the step's input tensors and advances num_computed_tokens.
 
     staged: int32, readable from the GPU: for R requests their slots (R), first tokens (R + 1), and
     rows among the sampled ones or -1 (R). slots: token_ids (max_num_seqs, max_model_len),
@@ -123,10 +124,10 @@ def prepare_step(
     tokens with padding, which is empty requests and tokens of id 0, position 0 and slot -1.
     """
     widths = slots[0].shape[1], slots[1].shape[1]
-    launch = _launch_prepare(block_size)
-    launch((padded[0] + 1,), staged, *slots, *outputs, *counts, *padded, *widths)
+    launcher = _prepare_launcher(block_size)
+    return launcher.bind((padded[0] + 1,), staged, *slots, *outputs, *counts, *padded, *widths)
 
 
 @cache
-def _launch_prepare(block_size: int) -> Launcher:
+def _prepare_launcher(block_size: int) -> Launcher:
     return Launcher(_prepare, BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4)
