@@ -117,8 +117,14 @@ class Worker:
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Queue one step."""
         assert self._runner is not None, "initialise() comes first"
-        with torch.cuda.stream(self._stream):
+        if self._stream is None:
             return self._runner.launch(plan)
+        callers = torch.cuda.current_stream()
+        torch.cuda.set_stream(self._stream)  # `with torch.cuda.stream(...)` takes 10 us longer
+        try:
+            return self._runner.launch(plan)
+        finally:
+            torch.cuda.set_stream(callers)
 
     def diagnose(self, error: Exception) -> Exception:
         """What a failed step means: the error itself, or DeviceLostError if the GPU runs no more.
