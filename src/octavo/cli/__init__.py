@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         _drop_stdout()
         return 141
@@ -74,8 +76,6 @@ def _run(arguments: Sequence[str]) -> int:
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _drop_stdout() -> None:
