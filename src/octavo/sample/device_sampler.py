@@ -17,34 +17,17 @@ from torch import Tensor
 from octavo.kernels.triton import sampling, sampling_cut
 from octavo.kernels.triton.launch import Launcher
 from octavo.kernels.triton.sampling_noise import STATE
+from octavo.kernels.triton.sampling_penalties import penalize
 from octavo.outputs import TokenLogprobs
-from octavo.sample.device_edits import Edits
+from octavo.sample.edits import Edits
 from octavo.sample.logprobs import top_tokens
-from octavo.sample.processors import NO_TOKEN
-from octavo.sample.sampler import CollectedSample
-from octavo.sample.state import Feature, SamplingState, to_device
+from octavo.sample.sampler import ERRORS, CollectedSample
+from octavo.sample.state import NO_TOKEN, Feature, SamplingState, to_device
 
-ERRORS = {
-    int(sampling.NOT_FINITE.value): "the model's logits contain NaN or infinity",
-    int(sampling.ALL_MASKED.value): "no token may be sampled: every one is masked",
-    int(sampling.OUT_OF_RANGE.value): "logits are out of range after bias and penalties",
-}
 _LOWEST = torch.finfo(torch.float32).min
 _TOP_ELEMENTS = 1 << 24  # logits searched for top tokens at a time: bounds the temporaries
 RESULTS_KEPT = 4
 """Launches whose results stay readable; two steps are in flight at most."""
-_RANDOM = Feature.RANDOM | Feature.RANDOM_CUT
-
-
-@dataclass(slots=True)
-class TopTokens:
-    """Most likely tokens of some rows."""
-
-    rows: list[int]
-    token_ids: Tensor
-    """(rows, k) int64, on the host once the launch has run."""
-    logprobs: Tensor
-    """(rows, k) fp32, likewise."""
 
 
 @dataclass(slots=True)
@@ -57,12 +40,14 @@ class DeviceSample:
     has to be queued."""
     scored: list[int] = field(default_factory=list)
     """Rows whose request asked for logprobs."""
-    top: list[TopTokens] = field(default_factory=list)
+    top: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+    """Rows with the ids (rows, k) int64 and logprobs (rows, k) fp32 of their most likely tokens, on the
+    host once the launch has run."""
 
     def collect(self) -> CollectedSample:
         """Plain data as from SamplerOutput.collect, once the launch has run."""
         tokens, codes, ranks, _ = self.results.T.tolist()
-        errors = {row: ERRORS[code] for row, code in enumerate(codes) if code}
+        errors = {row: ERRORS[code - 1] for row, code in enumerate(codes) if code}
         for row in errors:
             tokens[row] = NO_TOKEN
         if not self.scored:
@@ -73,9 +58,8 @@ class DeviceSample:
             for row in self.scored
             if row not in errors
         }
-        for top in self.top:
-            lists = zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True)
-            for row, ids, values in lists:
+        for rows, *tensors in self.top:
+            for row, ids, values in zip(rows, *(t.tolist() for t in tensors), strict=True):
                 if row in logprobs:
                     logprobs[row].token_ids.extend(ids)
                     logprobs[row].logprobs.extend(values)
@@ -161,14 +145,16 @@ class DeviceSampler:
             return sample
         work, work_rows = self._no_work, self._no_work_rows
         if plan.edits:
-            work = plan.edits.apply(logits, state.table, history, num_tokens, num_prompt_tokens)
+            work = plan.edits.apply(
+                logits, state.table, history, num_tokens, num_prompt_tokens, penalize
+            )
             work_rows = plan.edits.work_rows
         raw, request = (logits, logits.stride(0)), (rows, state.table, self._scratch, host)
         history_len = history.shape[1] if write_back else 0
         shared = *raw, work, work_rows, *request, history, num_tokens, history_len
         grid = self._num_chunks, num_rows
         self._scan(grid, *shared)
-        if plan.features & _RANDOM:
+        if plan.features & Feature.ANY_RANDOM:
             self._draw(grid, *shared, self._block_bounds)
         if plan.features & Feature.RANDOM_CUT:
             self._cut((num_rows,), *shared, self._block_bounds, self._lists)
@@ -187,17 +173,15 @@ class DeviceSampler:
         scored = np.flatnonzero(features & Feature.LOGPROBS).tolist()
         members: dict[int, list[int]] = {}
         for row in scored:
-            k = state.logprobs[slots[row]]
-            members.setdefault(self._vocab_size if k < 0 else min(k, self._vocab_size), []).append(
-                row
-            )
+            members.setdefault(state.logprobs[slots[row]], []).append(row)
         members.pop(0, None)
+        wanted = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         self._plan = _Plan(
             slots=list(slots),
             state=state,
             version=state.version,
-            features=Feature(int(np.bitwise_or.reduce(features, initial=0))),
-            edits=Edits.of(slots, features, state),
+            features=wanted,
+            edits=Edits(slots, features, state) if wanted & Feature.PROCESSORS else None,
             scored=scored,
             top=[
                 (k, group, to_device(group, torch.int64, self._device))
@@ -208,7 +192,7 @@ class DeviceSampler:
 
     def _top(
         self, logits: Tensor, k: int, members: list[int], index: Tensor, norms: Tensor
-    ) -> list[TopTokens]:
+    ) -> list[tuple[list[int], Tensor, Tensor]]:
         """The k most likely tokens of some rows, and their scores by the norms of `score`."""
         found = []
         step = max(1, _TOP_ELEMENTS // self._vocab_size)
@@ -217,7 +201,7 @@ class DeviceSampler:
             values, ids = top_tokens(logits.index_select(0, part).float(), k)
             row_max, log_mass = norms.index_select(0, part)[:, :, None].unbind(1)
             scores = ((values - row_max) - log_mass).clamp_(min=_LOWEST)
-            found.append(TopTokens(members[start : start + step], _copied(ids), _copied(scores)))
+            found.append((members[start : start + step], _copied(ids), _copied(scores)))
         return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 from octavo.core.request import EngineRequest
-from octavo.sample.processors import NO_TOKEN
 from octavo.sample.random import request_key
 from octavo.sampling_params import SamplingParams
 
 _FP32 = torch.finfo(torch.float32)
+NO_TOKEN = -1
+"""Fills bad-word prefixes on the left, and the history before its first token."""
 
 
 class Feature(IntFlag):
@@ -41,17 +41,9 @@ class Feature(IntFlag):
     MIN_TOKENS = 128
     LOGPROBS = 256
 
-    @classmethod
-    def processors(cls) -> Feature:
-        """Features that change logits before temperature."""
-        return (
-            cls.REPETITION
-            | cls.OUTPUT_PENALTY
-            | cls.BIAS
-            | cls.ALLOWED
-            | cls.BAD_WORDS
-            | cls.MIN_TOKENS
-        )
+    ANY_RANDOM = RANDOM | RANDOM_CUT
+    PROCESSORS = REPETITION | OUTPUT_PENALTY | BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS
+    """Features that change logits before temperature."""
 
 
 class Column(IntEnum):
@@ -71,16 +63,6 @@ class Column(IntEnum):
     """Feature bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class BadWords:
-    """Token sequences of one request that may not be completed."""
-
-    prefixes: Tensor
-    """(words, longest prefix) int64, right-aligned, NO_TOKEN on the left."""
-    last: Tensor
-    """(words,) int64."""
-
-
 class SamplingState:
     """Settings of the requests in the slots. A slot's entries are all replaced by add()."""
 
@@ -94,12 +76,15 @@ class SamplingState:
         self.table = torch.zeros(max_num_seqs, len(Column), dtype=torch.float64, device=self.device)
         """(max_num_seqs, columns) on the device; a removed request's row stays until the next."""
         self.logprobs: dict[int, int] = {}
-        """Slot -> top tokens to report, -1 for all; absent if logprobs were not asked for."""
-        self.bias: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slot -> number of top tokens to report; absent if logprobs were not asked for."""
+        self.bias: dict[int, tuple[Tensor, ...]] = {}
         """Slot -> token ids int64 and values fp32."""
-        self.allowed: dict[int, Tensor] = {}
-        self.bad_words: dict[int, BadWords] = {}
-        self.end_ids: dict[int, Tensor] = {}
+        self.allowed: dict[int, tuple[Tensor, ...]] = {}
+        """Slot -> token ids int64."""
+        self.bad_words: dict[int, tuple[Tensor, ...]] = {}
+        """Slot -> the last token of each word, int64, and the tokens before it, (words, longest prefix)
+        int64, right-aligned, NO_TOKEN on the left."""
+        self.end_ids: dict[int, tuple[Tensor, ...]] = {}
         """Slot -> EOS and stop tokens, int64, for slots with min_tokens."""
 
     def add(self, slot: int, request: EngineRequest) -> None:
@@ -111,19 +96,21 @@ class SamplingState:
         numbers = _numbers(params, features, request.seed, self.vocab_size)
         self.table[slot] = to_device(numbers, torch.float64, self.device)
         if params.logprobs is not None:
-            self.logprobs[slot] = params.logprobs
+            num_top = self.vocab_size if params.logprobs < 0 else params.logprobs
+            self.logprobs[slot] = min(num_top, self.vocab_size)
         if params.logit_bias:
-            values = list(params.logit_bias.values())
-            self.bias[slot] = (
-                self._ids(params.logit_bias),
-                to_device(values, torch.float32, self.device),
-            )
+            values = to_device([*params.logit_bias.values()], torch.float32, self.device)
+            self.bias[slot] = self._ids(params.logit_bias), values
         if params.allowed_token_ids is not None:
-            self.allowed[slot] = self._ids(params.allowed_token_ids)
-        if request.bad_words_token_ids:
-            self.bad_words[slot] = self._bad_words(request.bad_words_token_ids)
+            self.allowed[slot] = (self._ids(params.allowed_token_ids),)
+        if words := request.bad_words_token_ids:
+            longest = max(map(len, words)) - 1
+            rows = [[NO_TOKEN] * (longest - len(word) + 1) + [*word[:-1]] for word in words]
+            prefixes = to_device(rows, torch.int64, self.device)
+            self.bad_words[slot] = self._ids(word[-1] for word in words), prefixes
         if params.min_tokens > 0:
-            self.end_ids[slot] = self._ids({*request.eos_token_ids, *(params.stop_token_ids or ())})
+            ends = {*request.eos_token_ids, *(params.stop_token_ids or ())}
+            self.end_ids[slot] = (self._ids(ends),)
 
     def remove(self, slot: int) -> None:
         """Empty a slot; an empty slot stays empty."""
@@ -136,14 +123,6 @@ class SamplingState:
         ids = list(token_ids)
         assert all(0 <= token < self.vocab_size for token in ids), "token id outside the vocabulary"
         return to_device(ids, torch.int64, self.device)
-
-    def _bad_words(self, words: tuple[tuple[int, ...], ...]) -> BadWords:
-        longest = max(map(len, words)) - 1
-        prefixes = [[NO_TOKEN] * (longest - len(word) + 1) + list(word[:-1]) for word in words]
-        return BadWords(
-            to_device(prefixes, torch.int64, self.device),
-            self._ids(word[-1] for word in words),
-        )
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -167,11 +146,7 @@ def _features(params: SamplingParams, request: EngineRequest) -> Feature:
         Feature.MIN_TOKENS: params.min_tokens > 0,
         Feature.LOGPROBS: params.logprobs is not None,
     }
-    features = Feature(0)
-    for feature, is_wanted in wanted.items():
-        if is_wanted:
-            features |= feature
-    return features
+    return Feature(sum(feature for feature, is_wanted in wanted.items() if is_wanted))
 
 
 def _numbers(params: SamplingParams, features: Feature, seed: int, vocab_size: int) -> list[float]:

@@ -14,10 +14,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from octavo.kernels.triton import sampling_cut, sampling_noise
-from octavo.sample import sampler as oracle
-from octavo.sample.device_sampler import ERRORS, DeviceSampler
+from octavo.sample.device_sampler import DeviceSampler
 from octavo.sample.state import Column, Feature
+from tests.cpu.kernels.triton.interpreter_repairs import repair
 from tests.cpu.sample.helpers import EOS, Batch, request
+
+repair()
 
 Collected = tuple[list[int], dict[int, str], Any]
 MIX: list[dict[str, Any]] = [
@@ -115,12 +117,6 @@ def test_layout_of_the_table_is_that_of_the_state() -> None:
     for feature in (Feature.RANDOM, Feature.RANDOM_CUT, Feature.LOGPROBS):
         assert getattr(sampling_noise, feature.name).value == feature, feature
     assert sampling_noise.TABLE_WIDTH.value == len(Column)
-
-
-def test_error_texts_are_those_of_the_cpu_sampler() -> None:
-    rows = [(math.nan, math.nan), (0.0, -math.inf), (0.0, math.inf)]
-    texts = oracle._errors([raw for raw, _ in rows], [final for _, final in rows])
-    assert {row + 1: text for row, text in texts.items()} == ERRORS
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(256, torch.bfloat16), (333, torch.float32)])

@@ -81,15 +81,7 @@ def test_penalties_equal_the_processors(vocab: int) -> None:
     work_rows, slots = torch.tensor([3, 0, 2]), torch.tensor([0, 2, 4])
 
     expected = work.clone()
-    end, start = num_tokens[slots].long(), num_prompt_tokens[slots].long()
-    values = torch.ones(4, len(Column))
-    values[work_rows] = table[slots].float()
-    row, token = processors.occurrences(history[slots], torch.zeros_like(end), end)
-    processors.penalize_repetition(expected, work_rows[row], token, values[:, Column.REPETITION])
-    row, token = processors.occurrences(history[slots], start, end)
-    presence, frequency = values[:, Column.PRESENCE], values[:, Column.FREQUENCY]
-    processors.penalize_output(expected, work_rows[row], token, presence, frequency)
-
+    processors.penalize(expected, work_rows, slots, table, history, num_tokens, num_prompt_tokens)
     history[4, 20] = vocab + 5  # stale: behind the history
     penalize(work, work_rows, slots, table, history, num_tokens, num_prompt_tokens)
     assert torch.equal(work, expected)
