@@ -154,7 +154,7 @@ def run_occupancy(args: argparse.Namespace) -> int:
         print(f"  {resource:14s} allows {count} CTAs an SM{mark}")
     print(
         f"  {fit.ctas_per_sm} CTAs, {fit.warps_per_sm} warps of"
-        f" {occupancy_model.HOPPER.max_warps}: {fit.fraction:.0%} occupancy"
+        f" {occupancy_model.MAX_WARPS}: {fit.fraction:.0%} occupancy"
     )
     return 0
 

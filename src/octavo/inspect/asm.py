@@ -10,10 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from octavo.errors import KernelError
 from octavo.inspect.flow import Loop, loops
 from octavo.inspect.listing import Step
+from octavo.inspect.page import words
 from octavo.inspect.ptx import parse_ptx
 from octavo.inspect.sass import SassKernel, disassemble
 from octavo.kernels.jit import KernelResources, compile_source
@@ -47,10 +49,24 @@ class Assembly:
         indices = frozenset[int]().union(*(loop.body for loop in self.sass_loops))
         return frozenset(self.sass.instructions[index] for index in indices)
 
-    def note(self, kind: str, text: str, at: Sequence[Step] = ()) -> Note:
-        """A remark on the SASS instructions `at`, with the source lines that they are of."""
-        lines = sorted({line for step in at if (line := self.home_line(step))})
-        return Note(kind, text, tuple(lines), offsets=tuple(step.at for step in at))
+    def note(
+        self,
+        kind: str,
+        macro: str,
+        at: Sequence[Step] = (),
+        *,
+        lines: tuple[int, ...] | None = None,
+        ptx_lines: tuple[int, ...] = (),
+        **facts: Any,
+    ) -> Note:
+        """A remark on the SASS instructions `at`, in the words of a macro of remarks.txt.
+
+        `lines` are by default the source lines that those are of.
+        """
+        if lines is None:
+            lines = tuple(sorted({line for step in at if (line := self.home_line(step))}))
+        text = words(macro, **facts)
+        return Note(kind, text, lines, ptx_lines, tuple(step.at for step in at))
 
     def home_line(self, step: Step) -> int | None:
         """The line of the kernel's own file that a step belongs to, through inlined calls."""

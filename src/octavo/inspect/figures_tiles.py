@@ -43,7 +43,7 @@ def pictures() -> dict[str, Any]:
 def swizzle_figure() -> Any:
     """Where the 16-byte chunks of a tile lie, for each mode; chunk 0 of 8 rows is outlined."""
     panels: list[tuple[str, Swizzle | None, int]] = [("128-byte rows, no swizzle", None, 128)]
-    panels += [(f"{s.name} swizzle", s, s.span_bytes) for s in reversed(SWIZZLES.values())]
+    panels += [(f"{name} swizzle", s, s.span_bytes) for name, s in reversed(SWIZZLES.items())]
     title = "Shared memory tiles with and without a swizzle"
     figure, axes = canvas(1040, 360, "0123", title)
     for ax, (name, mode, row_bytes) in zip(axes.values(), panels, strict=True):

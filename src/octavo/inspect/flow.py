@@ -1,4 +1,4 @@
-"""Owns control flow in machine code: loops, reachable code, and which registers surely hold zero.
+"""Owns control flow in machine code: loops, reachable code, and zeros that are written twice.
 
 Plain algorithms on lists of indices; no knowledge of what instructions mean beyond branch, exit and
 (for zeros) destination.
@@ -6,13 +6,11 @@ Plain algorithms on lists of indices; no knowledge of what instructions mean bey
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.inspect.listing import Step
-from octavo.inspect.opcodes import INTEGER, LOAD, MATH, MOVE, group_of
 from octavo.inspect.sass import SassKernel
 
 _BRANCHES = ("BRA", "UBRA", "JMP")
@@ -39,10 +37,7 @@ def loops(kernel: SassKernel) -> list[Loop]:
     the kernel, and that jumps back too. The target must dominate the branch.
     """
     after = edges(kernel)
-    before: list[list[int]] = [[] for _ in after]
-    for index, following in enumerate(after):
-        for other in following:
-            before[other].append(index)
+    before = _reversed(after)
     found: dict[int, tuple[int, set[int]]] = {}
     for index, step in enumerate(kernel.instructions):
         first = step.target
@@ -50,13 +45,8 @@ def loops(kernel: SassKernel) -> list[Loop]:
             continue
         if index in reachable(after, without=first):
             continue
-        last, body = found.setdefault(first, (index, {first}))
-        todo = [index]
-        while todo:
-            if (node := todo.pop()) not in body:
-                body.add(node)
-                todo += before[node]
-        found[first] = max(last, index), body
+        last, body = found.get(first, (index, {first}))
+        found[first] = max(last, index), body | reachable(before, start=index, without=first)
     bodies = [body for _, body in found.values()]
     return [
         Loop(first, last, frozenset(body), sum(body < other for other in bodies))
@@ -88,82 +78,73 @@ def _successors(step: Step, index: int, count: int) -> list[int]:
     return following
 
 
-def reachable(after: Sequence[Sequence[int]], without: int | None = None) -> set[int]:
-    """Indices that can be reached from the first instruction, never passing `without`."""
+def _reversed(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    before: list[list[int]] = [[] for _ in after]
+    for index, following in enumerate(after):
+        for other in following:
+            before[other].append(index)
+    return before
+
+
+def reachable(
+    graph: Sequence[Sequence[int]], *, start: int = 0, without: int | None = None
+) -> set[int]:
+    """Indices that can be reached from `start`, never passing `without`."""
     seen: set[int] = set()
-    todo = [0] if after else []
+    todo = [start] if graph else []
     while todo:
         index = todo.pop()
         if index not in seen and index != without:
             seen.add(index)
-            todo += after[index]
+            todo += graph[index]
     return seen
 
 
-_REGISTER = re.compile(r"(U?R)(\d+)")
-_ZERO_MOVES = ("MOV", "UMOV", "IMAD.MOV.U32", "IMAD.MOV", "HFMA2.MMA", "HFMA2")
-_WIDE_ROOTS = {"LDSM": 4, "HMMA": 4, "IMMA": 4, "CS2R": 2}
-# Opcodes of these groups have one 32-bit result unless a suffix says more; others may have two.
-_NARROW_GROUPS = (MATH, LOAD, INTEGER, MOVE)
-_NO_DESTINATION = {"STG", "STS", "STL", "ST", "RED", "BAR", "BRA", "EXIT", "UTMALDG", "UTMASTG"}
+_DESTINATION = re.compile(r"(?:U?P[T\d], )?(U?R)(\d+)\b")  # a predicate may come first
+_ZERO_MOVES = ("MOV", "UMOV", "IMAD.MOV.U32", "IMAD.MOV", "HFMA2.MMA", "HFMA2", "CS2R", "CS2R.32")
+# How many registers an opcode writes, where not one; errs on the side of more.
+_WIDE = {r"\.128|^LDSM|^[HI]MMA": 4, r"\.64|\.WIDE|\.F64|^CS2R$|^D(ADD|FMA|MUL)": 2}
 
 
-def zero_writes(step: Step) -> list[str]:
-    """Registers that this instruction sets to zero ("R10", "UR4"); empty for any other."""
+def written(step: Step) -> set[str]:
+    """Registers that an instruction may overwrite ("R10", "UR4")."""
+    found = _DESTINATION.match(step.operands)
+    if found is None:
+        return set()
+    count = next((n for part, n in _WIDE.items() if re.search(part, step.opcode)), 1)
+    if shape := re.match(r"[HQI]GMMA\.64x(\d+)x", step.opcode):
+        count = int(shape[1]) // 2
+    return {f"{found[1]}{int(found[2]) + i}" for i in range(count)}
+
+
+def _zeroed(step: Step) -> set[str]:
     zero = all(name.lstrip("-") in ("RZ", "URZ", "0", "0x0", "SRZ") for name in step.names[1:])
-    if zero and len(step.names) > 1 and (step.opcode in _ZERO_MOVES or step.root == "CS2R"):
-        return _span(step.names[0], 2 if step.opcode == "CS2R" else 1)
-    return []
-
-
-def written(step: Step) -> list[str]:
-    """Registers an instruction may overwrite; errs on the side of more."""
-    if step.root in _NO_DESTINATION:
-        return []
-    # A predicate destination may come first.
-    return next((found for name in step.names[:2] if (found := _span(name, _width(step)))), [])
-
-
-def _width(step: Step) -> int:
-    if shape := re.match(r"[A-Z]GMMA\.64x(\d+)x", step.opcode):
-        return int(shape.group(1)) // 2
-    if ".128" in step.opcode:
-        return 4
-    if any(part in step.opcode for part in (".64", ".WIDE", ".F64")):
-        return 2
-    return _WIDE_ROOTS.get(step.root, 1 if group_of(step) in _NARROW_GROUPS else 2)
-
-
-def _span(name: str, count: int) -> list[str]:
-    found = _REGISTER.match(name)
-    return [f"{found[1]}{int(found[2]) + i}" for i in range(count)] if found else []
+    return written(step) if zero and step.opcode in _ZERO_MOVES else set()
 
 
 def redundant_zeros(kernel: SassKernel) -> list[int]:
-    """Indices of zero writes to registers that hold zero already on every path there.
+    """Indices of zero writes to registers that hold zero already on every path there."""
+    after = edges(kernel)
+    before, live = _reversed(after), reachable(after)
+    zeroed, dirtied = [], []
+    for step in kernel.instructions:
+        zeroed.append(_zeroed(step))
+        dirtied.append(written(step) - zeroed[-1])
 
-    A must-analysis: the registers known to be zero before each instruction, met over all paths,
-    until nothing changes. Sets are bit masks because kernels have thousands of instructions.
-    """
-    steps, graph = kernel.instructions, edges(kernel)
-    bits: dict[str, int] = {}
+    def holds_zero(index: int, register: str) -> bool:
+        seen, todo = {index}, [index]
+        while todo:
+            node = todo.pop()
+            if node == 0:
+                return False
+            for earlier in live.intersection(before[node]):
+                if register in dirtied[earlier]:
+                    return False
+                # Under a guard only some threads write: it is zero if it was before.
+                sure = register in zeroed[earlier] and not kernel.instructions[earlier].guard
+                if not sure and earlier not in seen:
+                    seen.add(earlier)
+                    todo.append(earlier)
+        return True
 
-    def mask(names: Sequence[str]) -> int:
-        return sum(1 << bits.setdefault(name, len(bits)) for name in names)
-
-    zeroed = [mask(zero_writes(step)) for step in steps]
-    killed = [mask(written(step)) for step in steps]
-    known: dict[int, int] = {0: 0}  # of the instructions reached so far
-    todo = [0] if steps else []
-    while todo:
-        index = heapq.heappop(todo)
-        before = known[index]
-        after = before | zeroed[index] if zeroed[index] else before & ~killed[index]
-        if steps[index].guard and zeroed[index] & ~before:
-            after &= ~zeroed[index]  # written by some threads only
-        for following in graph[index]:
-            new = known.get(following, after) & after
-            if new != known.get(following):
-                known[following] = new
-                heapq.heappush(todo, following)
-    return [i for i, zeros in enumerate(zeroed) if zeros and i in known and not zeros & ~known[i]]
+    return [i for i in sorted(live) if zeroed[i] and all(holds_zero(i, r) for r in zeroed[i])]

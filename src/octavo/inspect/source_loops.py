@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo.inspect.asm import Assembly
 from octavo.inspect.flow import Loop, written
@@ -19,7 +19,7 @@ from octavo.kernels.matmul.registry import parse_constants
 
 _HEADER = re.compile(r"\b(for|while)\s*\(")
 _INCREMENT = re.compile(r";\s*(?:\+\+\w+|\w+\+\+|\w+\s*\+=\s*(\w+))\s*[,)]")
-_IMMEDIATE = re.compile(r"-?(0x[0-9a-f]+|\d+)$")
+_STEP = re.compile(r"(U?R\d+), \1, (-?0x[0-9a-f]+)\b")  # of a counter
 # The work that tells how often a loop body was copied, the most telling first; in SASS, and in PTX.
 _WORK = {
     "HGMMA": "wgmma.mma_async",
@@ -62,26 +62,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unrolling:
-    """What became of one source loop. `factor` is the iterations per trip of the largest loop.
+    """What became of one source loop: `main` is its largest machine loop, `tails` do what is left over.
 
-    `ptx_factor` is the same of the PTX that this loop was made of, on `ptx_lines` from first to last.
-    Either is None when the code does not tell. `pieces` is empty when no loop is left.
+    `factor` is the iterations per trip of the main loop, `ptx_factor` the same of the PTX that it was
+    made of, on `ptx_lines` from first to last; either is None when the code does not tell. Without a
+    main loop nothing is left of the source loop.
     """
 
     counted: str
-    pieces: tuple[Piece, ...]
-    factor: int | None
+    main: Piece | None = None
+    tails: tuple[Piece, ...] = ()
+    factor: int | None = None
     ptx_factor: int | None = None
     ptx_lines: tuple[int, ...] = ()
-
-    @property
-    def main(self) -> Piece | None:
-        return max((p for p in self.pieces if p.loop), key=lambda p: p.work, default=None)
-
-    @property
-    def tails(self) -> list[Piece]:
-        most = self.main.work if self.main else 0
-        return [p for p in self.pieces if p is not self.main and p.work < most]
 
 
 def source_loops(assembly: Assembly) -> list[SourceLoop]:
@@ -145,56 +138,44 @@ def unrolling(assembly: Assembly, wanted: SourceLoop, loops: Sequence[SourceLoop
     service = [x for x in assembly.sass_loops if is_service(assembly.sass, x)]
     owners = {x: owner(steps[x.last], loops) for x in assembly.sass_loops if x not in service}
     mine = [x for x, by in owners.items() if by == wanted]
+    if not mine:
+        return Unrolling("")
     # Loops that are left in the code; the others count as part of the loop around them.
     live = [x for x in loops if x in owners.values()]
     work = [s.root if s.root in _WORK and owner(s, live) == wanted else "" for s in steps]
-    total = {work[i] for x in mine for i in x.body}
-    counted = next((root for root in _WORK if root in total), "")
+    taken = frozenset[int]().union(*(x.body for x in mine))
+    counted = next((root for root in _WORK if root in {work[i] for i in taken}), "")
     at = {i for i, root in enumerate(work) if counted and root == counted}
-    pieces = [_piece(steps, sorted(at & x.body), x) for x in mine]
+    pieces = [Piece((steps[x.first], steps[x.last]), len(at & x.body), x) for x in mine]
+    # Straight runs, outside the loop's machine loops, that do some of its work once. Branches of
+    # service loops do not end a run.
+    quiet = frozenset[int]().union(*(x.body for x in service))
+    runs: list[list[int]] = [[]]
+    for index, step in enumerate(steps):
+        if index in taken or (step.target is not None and index not in quiet):
+            runs.append([])
+        elif index in at:
+            runs[-1].append(index)
+    pieces += [Piece((steps[run[0]], steps[run[-1]]), len(run)) for run in runs if run]
     if counted:
-        # Straight runs, outside the loop's machine loops, that do some of its work once. Branches
-        # of service loops do not end a run.
-        taken = frozenset[int]().union(*(x.body for x in mine))
-        quiet = frozenset[int]().union(*(x.body for x in service))
-        runs: list[list[int]] = [[]]
-        for index, step in enumerate(steps):
-            if index in taken or (step.target is not None and index not in quiet):
-                runs.append([])
-            elif index in at:
-                runs[-1].append(index)
-        pieces += [_piece(steps, run) for run in runs if run]
         pieces = sorted((p for p in pieces if p.work), key=lambda p: p.ends[0].at)
-    found = Unrolling(counted, tuple(pieces), _factor(steps, wanted, pieces))
-    return _with_ptx(assembly, found) if found.main else found
-
-
-def _with_ptx(assembly: Assembly, found: Unrolling) -> Unrolling:
-    """Adds what the PTX of the main loop says: how many copies of the work the front end made."""
-    main = found.main
-    body = main.loop.body if main and main.loop else ()
-    lines = [line for i in body if (line := assembly.sass.instructions[i].ptx_line)]
-    if not (main and lines):
-        return found
-    span = min(lines), max(lines)
-    factor = None
-    if found.factor and main.work:
-        name = _WORK[found.counted]
-        copies = sum(s.starts(name) for s in assembly.ptx if span[0] <= s.at <= span[1])
-        factor = found.factor * copies // main.work or None
-    return replace(found, ptx_factor=factor, ptx_lines=span)
-
-
-def _piece(steps: Sequence[Step], work: Sequence[int], loop: Loop | None = None) -> Piece:
-    first, last = (loop.first, loop.last) if loop else (work[0], work[-1])
-    return Piece((steps[first], steps[last]), len(work), loop)
+    main = max((p for p in pieces if p.loop), key=lambda p: p.work)
+    factor = _factor(steps, wanted, pieces)
+    body = main.loop.body if main.loop else ()
+    lines = [line for i in body if (line := steps[i].ptx_line)]
+    span, ptx_factor = (min(lines), max(lines)) if lines else (), None
+    if factor and main.work and span:
+        copies = [s.starts(_WORK[counted]) for s in assembly.ptx if span[0] <= s.at <= span[1]]
+        ptx_factor = factor * sum(copies) // main.work or None
+    tails = tuple(p for p in pieces if p is not main and p.work < main.work)
+    return Unrolling(counted, main, tails, factor, ptx_factor, span)
 
 
 def _factor(steps: Sequence[Step], wanted: SourceLoop, pieces: Sequence[Piece]) -> int | None:
     works = {p.work for p in pieces if p.work}
     if len(works) > 1 and max(works) % min(works) == 0:
         return max(works) // min(works)
-    widest = max((abs(_counter_step(steps, p.loop)) for p in pieces if p.loop), default=0)
+    widest = max(abs(_counter_step(steps, p.loop)) for p in pieces if p.loop)
     if wanted.increment and widest and widest % wanted.increment == 0:
         return widest // wanted.increment
     return None
@@ -206,16 +187,13 @@ def _counter_step(steps: Sequence[Step], loop: Loop) -> int:
     Follows the branch's predicate to the comparison, and its register to an add of a constant. A
     counter is written once in the body, by its own step.
     """
-    guard = steps[loop.last].guard.lstrip("!")
     body = [steps[index] for index in sorted(loop.body)]
-    compared: set[str] = set()
+    guard = steps[loop.last].guard.lstrip("!")
+    tests = [s for s in body if s.root in ("ISETP", "UISETP") and s.names[0] == guard]
+    compared = tests[-1].names[1:] if tests else []
     for step in body:
-        if step.root in ("ISETP", "UISETP") and step.names[0] == guard:
-            compared = set(step.names[1:])
-    for step in body:
-        name, values = step.names[0], [n for n in step.names[2:] if _IMMEDIATE.match(n)]
-        is_step = step.root in ("IADD3", "VIADD", "UIADD3") and step.names[1] == name
-        if is_step and name in compared and values and sum(name in written(s) for s in body) == 1:
-            value = int(values[0], 0)
+        found = _STEP.match(step.operands) if step.root in ("IADD3", "VIADD", "UIADD3") else None
+        if found and found[1] in compared and sum(found[1] in written(s) for s in body) == 1:
+            value = int(found[2], 0)
             return value - 2**32 if value >= 2**31 else value
     return 0

@@ -115,7 +115,13 @@ def test_tensor_maps_feed_the_tiles(rung: Rung) -> None:
 
 @from_rung(12)
 def test_registers_move_from_producer_to_consumers(rung: Rung) -> None:
-    assert sass(rung).count("USETMAXREG") == 2
+    moves = [step for step in sass(rung).instructions if step.root == "USETMAXREG"]
+    held = {step.opcode.split(".")[1]: int(step.names[-1], 0) for step in moves}
+    assert (len(moves), set(held)) == (2, {"DEALLOC", "TRY_ALLOC"})
+    # More than the launch gave out would be waited for without end.
+    launched = compiled(rung).resources[rung.entry].registers * rung.threads
+    consumers = rung.threads // 128 - 1
+    assert (held["DEALLOC"] + consumers * held["TRY_ALLOC"]) * 128 <= launched
 
 
 @from_rung(15)

@@ -54,17 +54,16 @@ class GemmArgs(Structure):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """One launch, ready: kernel, launch shape, packed arguments, and what must stay alive."""
+    """One launch, ready: kernel, launch shape, and packed arguments, which `pack` keeps alive."""
 
     kernel: Kernel
     shape: LaunchShape
     parameters: Any
-    keep_alive: tuple[Any, ...]
 
 
 _kernels: dict[int, Kernel] = {}
 _calls: OrderedDict[tuple[object, ...], PreparedCall] = OrderedDict()
-# Never dropped: a captured CUDA graph may hold a table's address. 4 bytes a tile.
+# Never dropped: a call or a captured CUDA graph may hold a table's address. 4 bytes a tile.
 _order_tables: dict[tuple[int, int, int], torch.Tensor] = {}
 _by_number = {rung.number: rung for rung in RUNGS if rung.kind == "matmul"}
 
@@ -121,10 +120,9 @@ def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
     resident = kernel.resident_ctas(device, shape)
     shape = replace(shape, grid=grid_of(rung, m, n, resident))
     if rung.dtype == "fp32":
-        parameters, keep = _pack_fp32(m, n, k, a, b, out)
-    else:
-        parameters, keep = _pack_bf16(rung, m, n, k, a, b, out)
-    return PreparedCall(kernel, shape, parameters, keep)
+        pointers = [c_void_p(tensor.data_ptr()) for tensor in (a, b, out)]
+        return PreparedCall(kernel, shape, pack(c_int(m), c_int(n), c_int(k), *pointers))
+    return PreparedCall(kernel, shape, pack(_gemm_args(rung, a, b, out)))
 
 
 def grid_of(rung: Rung, m: int, n: int, resident: int) -> tuple[int, int, int]:
@@ -150,13 +148,11 @@ def cluster_tiles(rung: Rung, m: int, n: int) -> tuple[int, int]:
     return ceil_div(m, rung.block_m * cluster_m), ceil_div(n, rung.block_n * rung.cluster_n)
 
 
-def check_operands(
-    rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
-) -> tuple[int, int, int]:
-    """(M, N, K), or KernelError naming the operand and what is wrong with it."""
-    dtype = _DTYPES[rung.dtype]
-    where = f"rung {rung.name}"
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
+def check_operands(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Raises KernelError naming the operand and what is wrong with it."""
+    dtype, where = _DTYPES[rung.dtype], f"rung {rung.name}"
+    operands = {"a": a, "b": b, "out": out}
+    for name, tensor in operands.items():
         if tensor.dim() != 2:
             raise KernelError(f"{where}: {name} has {tensor.dim()} dimensions, not 2")
         if tensor.dtype != dtype:
@@ -164,7 +160,7 @@ def check_operands(
         if not tensor.is_cuda or tensor.device != a.device:
             raise KernelError(f"{where}: {name} is on {tensor.device}; all need one CUDA device")
     m, k = a.shape
-    n, b_k = (b.shape[1], b.shape[0]) if rung.dtype == "fp32" else b.shape
+    n, b_k = b.shape[::-1] if rung.dtype == "fp32" else b.shape
     if b_k != k:
         raise KernelError(f"{where}: a is {tuple(a.shape)} and b {tuple(b.shape)}: K differs")
     if tuple(out.shape) != (m, n):
@@ -173,16 +169,15 @@ def check_operands(
         raise KernelError(f"{where}: K={k} is not a positive multiple of 8")
     if max(m, n, k) >= 2**31:
         raise KernelError(f"{where}: an extent of 2^31 or more in {(m, n, k)}")
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        _check_layout(f"{where}: {name}", rung, tensor, free_rows=name == "out")
-    return m, n, k
+    for name, tensor in operands.items():
+        _check_layout(f"{where}: {name}", tensor, row_step=1 if name == "out" else 8)
 
 
-def _check_layout(what: str, rung: Rung, tensor: torch.Tensor, *, free_rows: bool) -> None:
+def _check_layout(what: str, tensor: torch.Tensor, *, row_step: int) -> None:
     """fp32 operands are contiguous; bf16 ones may have longer rows, TMA operands of 16-byte steps."""
     if tensor.data_ptr() % 16:
         raise KernelError(f"{what} starts at an address that is not a multiple of 16 bytes")
-    if rung.dtype == "fp32":
+    if tensor.dtype == torch.float32:
         if not tensor.is_contiguous():
             raise KernelError(f"{what} has strides {tensor.stride()}; it must be contiguous")
         return
@@ -191,65 +186,32 @@ def _check_layout(what: str, rung: Rung, tensor: torch.Tensor, *, free_rows: boo
         raise KernelError(f"{what} has strides {tensor.stride()}; columns must be contiguous")
     if rows > 1 and tensor.stride(0) < cols:
         raise KernelError(f"{what} has overlapping rows: strides {tensor.stride()}")
-    if not free_rows and rows > 1 and tensor.stride(0) % 8:
+    if rows > 1 and tensor.stride(0) % row_step:
         raise KernelError(f"{what} has a row stride of {tensor.stride(0)}, not a multiple of 8")
 
 
-def _pack_fp32(
-    m: int, n: int, k: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
-) -> tuple[Any, tuple[Any, ...]]:
-    values = (
-        c_int(m),
-        c_int(n),
-        c_int(k),
-        c_void_p(a.data_ptr()),
-        c_void_p(b.data_ptr()),
-        c_void_p(out.data_ptr()),
-    )
-    return pack(*values), values
-
-
-def _pack_bf16(
-    rung: Rung,
-    m: int,
-    n: int,
-    k: int,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-) -> tuple[Any, tuple[Any, ...]]:
+def _gemm_args(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmArgs:
     args = GemmArgs.aligned()
     base = ctypes.addressof(args)
-    constants = rung.constants
-    a_box = constants.get("A_BOX_ROWS", rung.block_m)
-    b_box = constants.get("B_BOX_ROWS", rung.block_n)
-    ldc = out.stride(0) if m > 1 else n
-    _encode(base, a, rows=m, cols=k, box_rows=a_box)
-    _encode(base + 128, b, rows=n, cols=k, box_rows=b_box)
-    # TMA writes whole 16-byte pieces: a ragged row end would spill into whatever follows it.
-    args.tma_store = int(n % 8 == 0 and ldc % 8 == 0)
-    if args.tma_store:
-        _encode(base + 256, out, rows=m, cols=n, box_rows=64)
-    args.out, args.ldc = out.data_ptr(), ldc
+    (m, k), n = a.shape, out.shape[1]
+    args.out, args.ldc = out.data_ptr(), out.stride(0) if m > 1 else n
     args.m, args.n, args.k = m, n, k
-    keep: tuple[Any, ...] = (args,)
-    if constants.get("HILBERT"):
-        table = order_table(a.device.index, *cluster_tiles(rung, m, n))
-        args.order = table.data_ptr()
-        keep = (args, table)
-    return pack(args), keep
+    # TMA writes whole 16-byte pieces: a ragged row end would spill into whatever follows it.
+    args.tma_store = int(n % 8 == 0 and args.ldc % 8 == 0)
+    _encode(base, a, rung.constants.get("A_BOX_ROWS", rung.block_m))
+    _encode(base + 128, b, rung.constants.get("B_BOX_ROWS", rung.block_n))
+    if args.tma_store:
+        _encode(base + 256, out, 64)
+    if rung.constants.get("HILBERT"):
+        args.order = order_table(a.device.index, *cluster_tiles(rung, m, n)).data_ptr()
+    return args
 
 
-def _encode(target: int, tensor: torch.Tensor, *, rows: int, cols: int, box_rows: int) -> None:
+def _encode(target: int, tensor: torch.Tensor, box_rows: int) -> None:
+    rows, cols = tensor.shape
     stride = tensor.stride(0) if rows > 1 else ceil_div(cols, 8) * 8
-    driver.encode_tensor_map(
-        target,
-        tensor.data_ptr(),
-        rows=rows,
-        cols=cols,
-        row_bytes=stride * tensor.element_size(),
-        box_rows=box_rows,
-    )
+    size = {"rows": rows, "cols": cols, "row_bytes": stride * tensor.element_size()}
+    driver.encode_tensor_map(target, tensor.data_ptr(), **size, box_rows=box_rows)
 
 
 def order_table(device: int, tiles_m: int, tiles_n: int) -> torch.Tensor:
@@ -270,4 +232,4 @@ def ilp_call(rung: Rung, entry: str, out: torch.Tensor, iterations: int, ctas: i
     kernel = Kernel(rung.source, entry, name=rung.path.name)
     kernel.load(out.device.index)
     values = (c_void_p(out.data_ptr()), c_float(0.999), c_float(0.001), c_int(iterations))
-    return PreparedCall(kernel, LaunchShape((ctas, 1, 1), rung.threads), pack(*values), values)
+    return PreparedCall(kernel, LaunchShape((ctas, 1, 1), rung.threads), pack(*values))

@@ -10,12 +10,14 @@ import ast
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 LADDER_DIR = Path(__file__).parent / "ladder"
 HEADER_FIELDS = ("Problem", "Idea", "Limiter", "Predicted", "Measured", "PTX")
 
+_COMMENT = re.compile(r"(//.*\n)+")
+_FIELD = re.compile(rf"^ ?({'|'.join(HEADER_FIELDS)}):", re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr int ([A-Z][A-Z0-9_]*) = ([^;]+);", re.MULTILINE)
 _ENTRY = re.compile(r"extern \"C\" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(")
 _OPERATORS = {
@@ -41,21 +43,30 @@ class Rung:
     number: int
     name: str
     title: str
-    dtype: str
-    kind: str
     path: Path
     entry: str
-    block_m: int
-    block_n: int
-    block_k: int
-    threads: int
-    stages: int
-    dynamic_smem: int
-    cluster: int
-    cluster_n: int
-    persistent: bool
     header: Mapping[str, str] = field(compare=False)
     constants: Mapping[str, int] = field(repr=False, compare=False)
+    threads: int
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 1
+    stages: int = 1
+    cluster: int = 1
+    cluster_n: int = 1
+    persistent: int = 0
+
+    @property
+    def dynamic_smem(self) -> int:
+        return self.constants.get("SMEM_BYTES", 0)
+
+    @property
+    def dtype(self) -> str:
+        return "fp32" if self.number < 9 else "bf16"
+
+    @property
+    def kind(self) -> str:
+        return "ilp" if self.number == 0 else "matmul"
 
     @property
     def source(self) -> str:
@@ -88,57 +99,29 @@ def parse_constants(source: str) -> dict[str, int]:
     return values
 
 
-def parse_header(source: str) -> tuple[str, dict[str, str]]:
-    """The title and the prose fields of the `//` block that opens a rung."""
-    lines: list[str] = []
-    for line in source.splitlines():
-        if not line.startswith("//"):
-            break
-        lines.append(line[2:].strip())
-    title = lines[0].split(" ", 1)[1]
-    fields: dict[str, str] = {}
-    current = ""
-    for line in lines[1:]:
-        name, colon, rest = line.partition(":")
-        if colon and name in HEADER_FIELDS:
-            current = name
-            fields[current] = rest.strip()
-        elif current:
-            fields[current] = f"{fields[current]} {line}".strip()
-    missing = [name for name in HEADER_FIELDS if name not in fields]
-    if missing:
-        raise ValueError(f"{title}: header lacks {missing}")
-    return title, fields
-
-
 def read_rung(path: Path) -> Rung:
     """Builds the `Rung` of one source file. Raises ValueError for an incomplete header."""
     source = path.read_text()
-    title, header = parse_header(source)
     constants = parse_constants(source)
-    entry = _ENTRY.search(source)
-    if entry is None:
-        raise ValueError(f'{path.name}: no extern "C" kernel')
-    number = int(path.stem.split("_", 1)[0])
+    entry, comment = _ENTRY.search(source), _COMMENT.match(source)
+    if entry is None or comment is None:
+        raise ValueError(f'{path.name}: no extern "C" kernel under a header')
+    title, *parts = _FIELD.split(comment[0].replace("\n//", "\n"))
+    texts = (" ".join(part.split()) for part in parts[1::2])
+    header = dict(zip(parts[::2], texts, strict=True))
+    if missing := set(HEADER_FIELDS) - header.keys():
+        raise ValueError(f"{path.name}: header lacks {missing}")
+    names = {one.name for one in fields(Rung)}
+    shape = {key: value for name, value in constants.items() if (key := name.lower()) in names}
     return Rung(
-        number=number,
+        number=int(path.stem.split("_", 1)[0]),
         name=path.stem,
-        title=title,
-        dtype="fp32" if number < 9 else "bf16",
-        kind="ilp" if number == 0 else "matmul",
+        title=title.splitlines()[0].split(" ", 2)[2],  # "// 02 Naive"
         path=path,
-        entry=entry.group(1),
-        block_m=constants.get("BLOCK_M", 0),
-        block_n=constants.get("BLOCK_N", 0),
-        block_k=constants.get("BLOCK_K", 1),
-        threads=constants["THREADS"],
-        stages=constants.get("STAGES", 1),
-        dynamic_smem=constants.get("SMEM_BYTES", 0),
-        cluster=constants.get("CLUSTER", 1),
-        cluster_n=constants.get("CLUSTER_N", 1),
-        persistent=bool(constants.get("PERSISTENT", 0)),
+        entry=entry[1],
         header=header,
         constants=constants,
+        **shape,
     )
 
 

@@ -94,17 +94,3 @@ class Roofline:
 
 def device_roofline(device: Device, dtype: str, clock_mhz: float | None = None) -> Roofline:
     return Roofline(peak_flops(device, dtype, clock_mhz), device.dram_bytes_per_s)
-
-
-def wgmma_smem_fraction(n: int) -> float:
-    """Most of the tensor-core rate that an m64nNk16 reading both operands from SMEM can reach.
-
-    One instruction needs 64 * n * 16 multiply-adds at 2048 a clock, and reads (64 + n) * 16 * 2
-    bytes at 128 a clock.
-    """
-    if n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma takes no n = {n}")
-    math_clocks = 64 * n * 16 / 2048
-    # 128 B/clk serves the four tensor cores together.
-    smem_clocks = (64 + n) * 16 * 2 / 128
-    return min(1.0, math_clocks / smem_clocks)

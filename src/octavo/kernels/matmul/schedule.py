@@ -8,7 +8,7 @@ a table) and the pictures in the docs. Knows nothing of torch or of a device.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Tile = tuple[int, int]
@@ -51,55 +51,39 @@ def hilbert_order(tiles_m: int, tiles_n: int) -> Order:
     diagonal one when the longer side is odd and the shorter even.
     """
     _check_extent(tiles_m, tiles_n)
-    order: Order = []
-    if tiles_n >= tiles_m:
-        _hilbert_fill(order, (0, 0), (0, tiles_n), (tiles_m, 0))
-    else:
-        _hilbert_fill(order, (0, 0), (tiles_m, 0), (0, tiles_n))
-    return order
+    sides = complex(tiles_m), complex(0, tiles_n)
+    long, short = sides if tiles_m > tiles_n else sides[::-1]
+    return [(int(tile.real), int(tile.imag)) for tile in _hilbert_curve(0, long, short)]
 
 
-def _hilbert_fill(order: Order, corner: Tile, along: Tile, across: Tile) -> None:
-    """Append the curve through the rectangle that two axis-parallel vectors span from `corner`.
+def _hilbert_curve(corner: complex, along: complex, across: complex) -> Iterator[complex]:
+    """The curve through the rectangle that two axis-parallel vectors span from `corner`.
 
-    It enters at the corner and leaves at the far end of `along`. Lengths are in tiles, signed.
+    It enters at the corner and leaves at the far end of `along`. A tile (m, n) is m + n j here, so
+    that vectors add.
     """
-    length, depth = abs(sum(along)), abs(sum(across))
-    step, side = _direction(along), _direction(across)
+    length, depth = int(abs(along)), int(abs(across))
+    step, side = along / length, across / depth
     if depth == 1 or length == 1:
-        run, unit = (length, step) if depth == 1 else (depth, side)
-        order.extend(_moved(corner, unit, i) for i in range(run))
+        yield from (corner + step * i + side * j for i in range(length) for j in range(depth))
         return
     half = length // 2
     if 2 * length > 3 * depth:  # long and thin: two shorter ones, end to end
-        half = _even_half(length)
-        _hilbert_fill(order, corner, _scaled(step, half), across)
-        _hilbert_fill(order, _moved(corner, step, half), _scaled(step, length - half), across)
+        first = step * _even_half(length)
+        yield from _hilbert_curve(corner, first, across)
+        yield from _hilbert_curve(corner + first, along - first, across)
         return
     # The three strokes of Hilbert's U: up the near side, along the far band, back down.
-    near = _even_half(depth)
-    _hilbert_fill(order, corner, _scaled(side, near), _scaled(step, half))
-    _hilbert_fill(order, _moved(corner, side, near), along, _scaled(side, depth - near))
-    last = _moved(_moved(corner, step, length - 1), side, near - 1)
-    _hilbert_fill(order, last, _scaled(side, -near), _scaled(step, half - length))
+    near = side * _even_half(depth)
+    yield from _hilbert_curve(corner, near, step * half)
+    yield from _hilbert_curve(corner + near, along, across - near)
+    yield from _hilbert_curve(corner + along - step + near - side, -near, step * half - along)
 
 
 def _even_half(length: int) -> int:
     # A part of even length ends beside the entry of the next; an odd one would cost a diagonal.
     half = length // 2
     return half + 1 if half % 2 and length > 2 else half
-
-
-def _direction(vector: Tile) -> Tile:
-    return (vector[0] > 0) - (vector[0] < 0), (vector[1] > 0) - (vector[1] < 0)
-
-
-def _scaled(vector: Tile, factor: int) -> Tile:
-    return vector[0] * factor, vector[1] * factor
-
-
-def _moved(start: Tile, step: Tile, count: int) -> Tile:
-    return start[0] + step[0] * count, start[1] + step[1] * count
 
 
 @dataclass(frozen=True)
@@ -136,8 +120,8 @@ def simulate_l2(
     """
     if not order or num_ctas < 1 or k < 1 or chunk_k < 1:
         raise ValueError("the simulation needs tiles, CTAs and a positive k")
-    cache = _LruBytes(l2_bytes)
-    requested = 0
+    held: OrderedDict[tuple[str, int, int], int] = OrderedDict()  # the cache: bytes of each chunk
+    used = requested = missed = 0
     panels: list[int] = []
     for first in range(0, len(order), num_ctas):
         wave = order[first : first + num_ctas]
@@ -145,30 +129,15 @@ def simulate_l2(
             panels.append(len({m for m, _ in wave}) + len({n for _, n in wave}))
         for start in range(0, k, chunk_k):
             width = min(chunk_k, k - start) * element_bytes
-            for m, n in wave:
-                cache.touch(("A", m, start), block_m * width)
-                cache.touch(("B", n, start), block_n * width)
-                requested += (block_m + block_n) * width
+            chunks = [(("A", m, start), block_m * width) for m, _ in wave]
+            for key, size in chunks + [(("B", n, start), block_n * width) for _, n in wave]:
+                requested += size
+                if key not in held:
+                    missed += size
+                    used += size
+                held[key] = size
+                held.move_to_end(key)
+                while used > l2_bytes:
+                    used -= held.popitem(last=False)[1]
     rows = len({m for m, _ in order}) * block_m + len({n for _, n in order}) * block_n
-    return L2Reuse(requested, cache.missed, rows * k * element_bytes, sum(panels) / len(panels))
-
-
-class _LruBytes:
-    """A fully associative LRU cache that counts the bytes it had to fetch."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.missed = 0
-        self._held: OrderedDict[tuple[str, int, int], int] = OrderedDict()
-        self._used = 0
-
-    def touch(self, key: tuple[str, int, int], size: int) -> None:
-        if key in self._held:
-            self._held.move_to_end(key)
-            return
-        self.missed += size
-        self._held[key] = size
-        self._used += size
-        while self._used > self.capacity and self._held:
-            _, freed = self._held.popitem(last=False)
-            self._used -= freed
+    return L2Reuse(requested, missed, rows * k * element_bytes, sum(panels) / len(panels))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 CHUNK_BYTES = 16  # what one thread moves at most, and the unit that swizzles permute
 BANKS = 32
 BANK_BYTES = 4
-ROW_OF_BANKS = BANKS * BANK_BYTES
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,9 @@ class Swizzle:
     """One mode: `bits` address bits from bit 7 up are XORed into those from bit 4 up.
 
     `span_bytes` is the row width of the tile, `atom_bytes` where the pattern repeats: a tile's base
-    address must be a multiple of it.
+    address must be a multiple of it. `mask` has the address bits that decide the permutation.
     """
 
-    name: str
     bits: int
 
     @property
@@ -34,11 +32,10 @@ class Swizzle:
 
     @property
     def atom_bytes(self) -> int:
-        return ROW_OF_BANKS << self.bits
+        return BANKS * BANK_BYTES << self.bits
 
     @property
     def mask(self) -> int:
-        """The address bits that decide the permutation."""
         return ((1 << self.bits) - 1) << 7
 
     def apply(self, offset: int) -> int:
@@ -47,17 +44,8 @@ class Swizzle:
             raise ValueError(f"offset {offset} is before the tile")
         return offset ^ ((offset & self.mask) >> 3)
 
-    def chunk_offset(self, row: int, chunk: int) -> int:
-        """Where the 16 bytes `chunk` of a row lie, for a tile with rows of `span_bytes`."""
-        if not 0 <= chunk < self.span_bytes // CHUNK_BYTES:
-            raise ValueError(f"{self.name} rows have no chunk {chunk}")
-        return self.apply(row * self.span_bytes + chunk * CHUNK_BYTES)
 
-
-SWIZZLE_32B = Swizzle("32B", 1)
-SWIZZLE_64B = Swizzle("64B", 2)
-SWIZZLE_128B = Swizzle("128B", 3)
-SWIZZLES = {s.name: s for s in (SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B)}
+SWIZZLES = {"32B": Swizzle(1), "64B": Swizzle(2), "128B": Swizzle(3)}
 
 
 def conflict_degree(offsets: Iterable[int], access_bytes: int) -> int:
@@ -81,11 +69,4 @@ def conflict_degree(offsets: Iterable[int], access_bytes: int) -> int:
 def column_conflicts(swizzle: Swizzle | None, row_bytes: int, chunk: int) -> int:
     """Passes to read the same 16-byte chunk of 8 consecutive rows (one 8x16B core matrix)."""
     raw = [row * row_bytes + chunk * CHUNK_BYTES for row in range(8)]
-    return conflict_degree([swizzle.apply(o) if swizzle else o for o in raw], CHUNK_BYTES)
-
-
-def row_conflicts(swizzle: Swizzle | None, row_bytes: int, row: int) -> int:
-    """Passes to read the 128 contiguous bytes (aligned to 128) in which `row` begins."""
-    first = row * row_bytes // ROW_OF_BANKS * ROW_OF_BANKS
-    raw = [first + chunk * CHUNK_BYTES for chunk in range(8)]
     return conflict_degree([swizzle.apply(o) if swizzle else o for o in raw], CHUNK_BYTES)
