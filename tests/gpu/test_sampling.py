@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cpu.sample.helpers import MIX as CPU_MIX
 from tests.cpu.sample.helpers import chi_square_z
 from torch import Tensor
 
@@ -22,23 +23,14 @@ MAX_LEN = 256
 EOS = 2
 DEVICE = torch.device("cuda")
 MIX: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 1.0, "logprobs": 0},
-    {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
-    {"temperature": 1.2, "top_k": 5},
+    *CPU_MIX,
     {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "logprobs": 20},
     {"temperature": 1.0, "min_p": 0.1, "top_k": 3000, "top_p": 0.7},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": -0.3, "logprobs": 2},
-    {"temperature": 0.0, "presence_penalty": 1.0},
-    {"logit_bias": {3: 5.0, 200: -100.0}, "logprobs": -1},
-    {"allowed_token_ids": [9, 8, 250], "top_p": 0.5},
-    {"min_tokens": 40, "stop_token_ids": [7, 11], "temperature": 0.0},
-    {"words": ((4, 5), (6,), (1, 2, 5)), "repetition_penalty": 0.7},
     {"temperature": 2.0, "top_p": 0.99},
     {"temperature": 1e-4, "min_p": 0.5},
     {"temperature": 5.0, "top_k": 50, "top_p": 0.5},
 ]
+ALL_SCORES, ALLOWED, WORDS = 8, 9, 11  # where logprobs=-1, allowed_token_ids and words are
 
 
 def request(seed: int, **params: Any) -> EngineRequest:
@@ -163,7 +155,7 @@ def test_each_row_alone_equals_it_in_any_batch(large: Requests) -> None:
     for size in (2, 17, 100, 256):
         slots = torch.randperm(SLOTS, generator=generator)[:size].tolist()
         # Rows of -1 (all scores) make the lists of Python long, not the check better.
-        slots = [slot for slot in slots if slot < len(MIX) or slot % len(MIX) != 9]
+        slots = [slot for slot in slots if slot < len(MIX) or slot % len(MIX) != ALL_SCORES]
         found = large.sample(logits[slots], slots)
         for row, slot in enumerate(slots):
             if slot < len(MIX):
@@ -178,9 +170,9 @@ def test_failures_stay_in_their_rows(large: Requests) -> None:
     broken = logits.clone()
     for row, value in bad.items():
         broken[row, slice(None) if value == -math.inf else 151000] = value
-    broken[10, [8, 9, 250]] = -math.inf  # all that the row allows
+    broken[ALLOWED, [8, 9, 250]] = -math.inf  # all that the row allows
     tokens, errors, logprobs = check(large, broken, slots)
-    assert set(errors) == {*bad, 10}
+    assert set(errors) == {*bad, ALLOWED}
     for row in set(slots) - set(errors):
         assert tokens[row] == before[0][row]
         assert logprobs.get(row) == before[2].get(row)
@@ -189,8 +181,8 @@ def test_failures_stay_in_their_rows(large: Requests) -> None:
 @pytest.mark.parametrize("value", [0.0, 5.0])
 def test_flat_rows_break_ties_as_the_cpu_does(large: Requests, value: float) -> None:
     """All tokens equal: only noise and token ids decide, and a cut needs many redraws."""
-    logits = torch.full((16, large.vocab), value, dtype=torch.bfloat16, device=DEVICE)
-    check(large, logits, list(range(16, 32)))
+    logits = torch.full((len(MIX), large.vocab), value, dtype=torch.bfloat16, device=DEVICE)
+    check(large, logits, list(range(len(MIX), 2 * len(MIX))))
 
 
 def test_nothing_waits_for_the_device(large: Requests) -> None:
@@ -203,7 +195,7 @@ def test_nothing_waits_for_the_device(large: Requests) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         large.device.add(0, request(0, **MIX[0]))
-        large.device.add(12, request(12, **MIX[12]))
+        large.device.add(WORDS, request(WORDS, **MIX[WORDS]))
         for _ in range(2):
             large.sampler.launch(
                 logits, slots, rows, large.device, *large.on_device, write_back=False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,21 +31,13 @@ MAX_TILE_OUTPUTS = 4 << 20
 _NO_LARGER: tuple[int, ...] = (TILE,)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+LinearKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""y = x W^T + b for one loaded weight: (x, out) -> (rows, out_features) in x's dtype, in `out` if given.
+A row of y depends only on that row of x, (rows, in_features) for any number of rows."""
 PlainFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
 ]
 """(x, weight, bias, out) -> out."""
-
-
-class LinearKernel(Protocol):
-    """y = x W^T + b for one loaded weight. A row of y depends only on that row of x."""
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (rows, in_features), any number of rows -> (rows, out_features), same dtype.
-
-        With `out` the result is written there.
-        """
-        ...
 
 
 class Linear(nn.Module):
@@ -83,17 +74,9 @@ class Linear(nn.Module):
         return self._kernel(x, out)
 
 
-class PlainLinear:
+def plain(function: PlainFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """GPU: one function of (x, weight, bias), for weights as they are stored."""
-
-    def __init__(
-        self, function: PlainFunction, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
-        self._function, self._weight, self._bias = function, weight, bias
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (rows, in_features) -> (rows, out_features), same dtype."""
-        return self._function(x, self._weight, self._bias, out)
+    return lambda x, out: function(x, weight, bias, out)
 
 
 def cublas_linear(
@@ -223,7 +206,7 @@ def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) ->
 
 LINEAR_KERNELS: dict[LinearBackend, Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]] = {
     "tiled": TiledLinear,
-    "cublas": partial(PlainLinear, cublas_linear),
-    "fixed": partial(PlainLinear, fixed_linear),
+    "cublas": partial(plain, cublas_linear),
+    "fixed": partial(plain, fixed_linear),
 }
 """cublas is the only one whose rows depend on how many there are."""

@@ -41,11 +41,6 @@ def mass(distance: Tensor, share: Tensor | None = None) -> Tensor:
     return torch.cat(sums)
 
 
-def log_mass(total: Tensor) -> Tensor:
-    """Natural log, fp32, of a mass, int64 > 0, as a multiple of exp(0)."""
-    return total.double().mul_(1.0 / _ONE).log_().float()
-
-
 def first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Column int64 and value fp32 of each row's maximum, the lowest column on ties. NaN wins.
 
@@ -60,12 +55,6 @@ def first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     value, block = blocks.amax(2).max(dim=1)
     lane = blocks[torch.arange(rows, device=logits.device), block].max(dim=1).indices
     return block * BLOCK + lane, value
-
-
-def count_above(values: Tensor, at: Tensor) -> Tensor:
-    """Entries, (rows,) fp32, of each row of values that are above at; values: fp32; at: (rows, 1)."""
-    # Comparisons to bool are several times slower than arithmetic. The clamp keeps -inf - -inf out.
-    return (values - at.clamp(min=_LOWEST)).sign_().clamp_(min=0).sum(1)
 
 
 def ordered_keys(values: Tensor) -> Tensor:
@@ -120,14 +109,16 @@ def score(logits: Tensor, token_ids: Tensor, top: list[int]) -> list[TokenLogpro
 
 def _score_pass(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
     row_max = logits.amax(1, keepdim=True)
-    log_total = log_mass(mass(logits - row_max))[:, None]
+    log_total = mass(logits - row_max).double().mul_(1.0 / _ONE).log_().float()[:, None]
 
     def finish(values: Tensor, max_: Tensor, log_: Tensor) -> list[list[float]]:
         rows: list[list[float]] = ((values - max_) - log_).clamp_(min=_LOWEST).tolist()
         return rows
 
     chosen = logits.gather(1, token_ids[:, None])
-    ranks = count_above(logits, chosen).add_(1).long().tolist()
+    # Comparisons to bool are several times slower than arithmetic. The clamp keeps -inf - -inf out.
+    above = (logits - chosen.clamp(min=_LOWEST)).sign_().clamp_(min=0).sum(1)
+    ranks = above.add_(1).long().tolist()
     chosen_scores = finish(chosen, row_max, log_total)
     ids: list[list[int]] = token_ids[:, None].tolist()
     for k in set(counts) - {0}:

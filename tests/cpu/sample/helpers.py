@@ -14,6 +14,21 @@ from octavo.sampling_params import SamplingParams
 
 MAX_LEN = 48
 EOS = 2
+MIX: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1.2, "top_k": 5},
+    {"temperature": 1.0, "min_p": 0.1, "top_k": 30, "top_p": 0.7},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": -0.3, "logprobs": 2},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+    {"logit_bias": {3: 5.0, 200: -100.0}, "logprobs": -1},
+    {"allowed_token_ids": [9, 8, 250], "top_p": 0.5},
+    {"min_tokens": 20, "stop_token_ids": [7, 11], "temperature": 0.0},
+    {"words": ((4, 5), (6,), (1, 2, 5)), "repetition_penalty": 0.7},
+]
+"""Settings of requests, each processor, cut and kind of score among them."""
 
 
 def request(seed: int = 0, words: tuple[tuple[int, ...], ...] = (), **params: Any) -> EngineRequest:
@@ -61,6 +76,19 @@ class Batch:
             torch.tensor(known),
             torch.tensor([self.prompt_len[slot] for slot in slots]),
         )
+
+
+def mixed(vocab: int) -> tuple[Batch, Tensor]:
+    """Requests with MIX in slots 0, 1, ..., and logits for them."""
+    generator = torch.Generator().manual_seed(4)
+    batch = Batch(vocab)
+    for slot, params in enumerate(MIX):
+        words = params.get("words", ())
+        params = {key: value for key, value in params.items() if key != "words"}
+        tokens = torch.randint(0, vocab, (4 + slot,), generator=generator).tolist()
+        tokens[-2:] = [2, 4] if words else tokens[-2:]
+        batch.put(slot, request(slot, words, max_tokens=50, **params), tokens[:3], tokens[3:])
+    return batch, torch.randn(len(MIX), vocab, generator=generator) * 3
 
 
 def chi_square_z(counts: Tensor, expected: Tensor) -> float:

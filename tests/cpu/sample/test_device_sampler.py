@@ -17,25 +17,11 @@ from octavo.kernels.triton import sampling_cut, sampling_noise
 from octavo.sample.device_sampler import DeviceSampler
 from octavo.sample.state import Column, Feature
 from tests.cpu.kernels.triton.interpreter_repairs import repair
-from tests.cpu.sample.helpers import EOS, Batch, request
+from tests.cpu.sample.helpers import EOS, MIX, Batch, mixed, request
 
 repair()
 
 Collected = tuple[list[int], dict[int, str], Any]
-MIX: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 1.0, "logprobs": 0},
-    {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
-    {"temperature": 1.2, "top_k": 5},
-    {"temperature": 1.0, "min_p": 0.1, "top_k": 30, "top_p": 0.7},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": -0.3, "logprobs": 2},
-    {"temperature": 0.0, "presence_penalty": 1.0},
-    {"logit_bias": {3: 5.0, 200: -100.0}, "logprobs": -1},
-    {"allowed_token_ids": [9, 8, 250], "top_p": 0.5},
-    {"min_tokens": 20, "stop_token_ids": [7, 11], "temperature": 0.0},
-    {"words": ((4, 5), (6,), (1, 2, 5)), "repetition_penalty": 0.7},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -95,18 +81,6 @@ def check(batch: Batch, logits: Tensor, slots: list[int]) -> Collected:
             atol=1e-6,
         )
     return found
-
-
-def mixed(vocab: int) -> tuple[Batch, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    batch = Batch(vocab)
-    for slot, params in enumerate(MIX):
-        words = params.get("words", ())
-        params = {key: value for key, value in params.items() if key != "words"}
-        tokens = torch.randint(0, vocab, (4 + slot,), generator=generator).tolist()
-        tokens[-2:] = [2, 4] if words else tokens[-2:]
-        batch.put(slot, request(slot, words, max_tokens=50, **params), tokens[:3], tokens[3:])
-    return batch, torch.randn(len(MIX), vocab, generator=generator) * 3
 
 
 def test_layout_of_the_table_is_that_of_the_state() -> None:

@@ -11,33 +11,9 @@ import torch
 
 from octavo.sample.sampler import SamplerOutput
 from octavo.sampling_params import SamplingParams
-from tests.cpu.sample.helpers import EOS, Batch, chi_square_z, request
+from tests.cpu.sample.helpers import EOS, MIX, Batch, chi_square_z, mixed, request
 
 VOCAB = 256
-MIX: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 1.0, "logprobs": 0},
-    {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
-    {"temperature": 1.2, "top_k": 5},
-    {"temperature": 1.0, "min_p": 0.1, "top_k": 30, "top_p": 0.7},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": -0.3, "logprobs": 2},
-    {"temperature": 0.0, "presence_penalty": 1.0},
-    {"logit_bias": {3: 5.0, 200: -100.0}, "logprobs": -1},
-    {"allowed_token_ids": [9, 8, 250], "top_p": 0.5},
-    {"min_tokens": 9, "stop_token_ids": [7, 11], "temperature": 0.0},
-    {"bad_words": ["x"]},
-]
-
-
-def mixed(vocab: int = VOCAB) -> tuple[Batch, torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    batch = Batch(vocab)
-    for slot, params in enumerate(MIX):
-        words = ((4, 5), (6,)) if "bad_words" in params else ()
-        tokens = torch.randint(0, vocab, (3 + slot,), generator=generator).tolist()
-        batch.put(slot, request(slot, words, **params), tokens[:3], tokens[3:])
-    return batch, torch.randn(len(MIX), vocab, generator=generator) * 4
 
 
 def row_of(output: SamplerOutput, row: int) -> Any:
@@ -143,7 +119,7 @@ def test_p15_off_values_change_nothing() -> None:
 
 def test_p09_row_with_every_token_masked_fails_alone() -> None:
     """P09: an error for that row, never token 0; the neighbours' results do not change."""
-    batch, logits = mixed()
+    batch, logits = mixed(VOCAB)
     before = batch.sample(logits, list(range(len(MIX))))
     batch.put(12, request(0, ((9,),), allowed_token_ids=[9], logprobs=2))
     batch.put(13, request(0, temperature=0.0, logprobs=1))
