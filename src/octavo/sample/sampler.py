@@ -46,7 +46,7 @@ class SamplerOutput:
     """Result of one call. Row numbers are those of the logits."""
 
     token_ids: Tensor
-    """(rows,) int64 on the device; -1 for rows in `errors`."""
+    """(rows,) int64; -1 for rows in `errors`."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Rows whose request asked, errors excepted."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples one token a row. Keeps nothing between calls."""
+    """Samples one token a row, on the CPU. Keeps nothing between calls."""
 
     def sample(
         self,
@@ -103,9 +103,8 @@ class Sampler:
             token_ids[touched], row_max[touched] = first_max(work)
             logits[touched] = work
         errors = _errors(raw_max, row_max.tolist())
-        failed = list(errors)
-        token_ids[failed] = NO_TOKEN
-        features[failed] = 0
+        token_ids[[*errors]] = NO_TOKEN
+        features[[*errors]] = 0
         step = max(1, _DRAW_ELEMENTS // logits.shape[1])
         for feature in (Feature.RANDOM, Feature.RANDOM_CUT):
             group, is_cut = having(feature), feature is Feature.RANDOM_CUT
@@ -114,8 +113,8 @@ class Sampler:
                 drawn = logits if len(rows) == len(logits) else logits.index_select(0, rows)
                 given = drawn, row_max[rows], numbers[rows], num_tokens[rows]
                 token_ids[rows] = _draw(*given, is_cut)
-        alive = [i for i, row in enumerate(scored.tolist()) if row not in errors]
         if errors:
+            alive = [i for i, row in enumerate(scored.tolist()) if row not in errors]
             scored, raw_logits = scored[alive], raw_logits[alive]
         names = scored.tolist()
         top = [state.logprobs[slots[row]] for row in names]
