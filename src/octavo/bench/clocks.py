@@ -9,7 +9,6 @@ import ctypes
 import statistics
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 _CLOCK_SM = 1  # nvmlClockType_t
@@ -19,26 +18,20 @@ class ClockSampler:
     """Context manager: samples SM clock (MHz) and board power (W) every `interval` seconds."""
 
     def __init__(self, device: int = 0, interval: float = 0.01) -> None:
-        self._device = device
-        self._interval = interval
+        self._device, self._interval = device, interval
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.mhz: list[int] = []
         self.watts: list[float] = []
 
     def __enter__(self) -> ClockSampler:
-        nvml = _nvml()
+        nvml = load_nvml()
         if nvml is not None:
             self._thread = threading.Thread(target=self._sample, args=(nvml,), daemon=True)
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -66,7 +59,8 @@ class ClockSampler:
         }
 
 
-def _nvml() -> Any:
+def load_nvml() -> Any:
+    """NVIDIA's management library, ready for calls; None where there is none."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -30,9 +30,8 @@ class Check:
     """
 
     rung: str
-    m: int
-    n: int
-    k: int
+    shape: tuple[int, int, int]
+    """M, N, K."""
     finite: bool
     guards_intact: bool
     worst: float
@@ -41,12 +40,8 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        return (
-            self.finite
-            and self.guards_intact
-            and self.worst <= 1.0
-            and self.relative_norm <= self.norm_limit
-        )
+        exact_enough = self.worst <= 1.0 and self.relative_norm <= self.norm_limit
+        return self.finite and self.guards_intact and exact_enough
 
 
 @dataclass
@@ -66,10 +61,7 @@ class Problem:
         """True if nothing outside `out` changed. Call after `poison` and one launch."""
         integer, pattern = _POISON[self.out.dtype]
         outside = self.out_buffer.view(integer) == pattern
-        view = torch.as_strided(
-            outside, self.out.shape, self.out.stride(), self.out.storage_offset()
-        )
-        view.fill_(True)
+        outside.as_strided(self.out.shape, self.out.stride(), self.out.storage_offset()).fill_(True)
         return bool(outside.all())
 
 
@@ -77,35 +69,30 @@ def make_problem(rung: Rung, m: int, n: int, k: int, seed: int, device: str = "c
     """Fresh normal(0, 1) operands for a rung, in its layout; bf16 rows are longer than they need be."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = _TORCH_DTYPES[rung.dtype]
-    slack = 16 if dtype is torch.bfloat16 else 0
-    a = _guarded(m, k, dtype, slack, device)[0].normal_(generator=generator)
-    b_shape = (n, k) if dtype is torch.bfloat16 else (k, n)
-    b = _guarded(*b_shape, dtype, slack, device)[0].normal_(generator=generator)
-    out, buffer = _guarded(m, n, dtype, slack, device)
-    return Problem(a, b, out, buffer)
+    is_bf16 = dtype is torch.bfloat16
 
+    def guarded(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stride = cols + 16 * is_bf16
+        size = rows * stride + 2 * _GUARD_ELEMENTS
+        buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
+        return buffer.as_strided((rows, cols), (stride, 1), _GUARD_ELEMENTS), buffer
 
-def _guarded(
-    rows: int, cols: int, dtype: torch.dtype, slack: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    stride = cols + slack
-    buffer = torch.full(
-        (rows * stride + 2 * _GUARD_ELEMENTS,), float("nan"), dtype=dtype, device=device
-    )
-    return buffer.as_strided((rows, cols), (stride, 1), _GUARD_ELEMENTS), buffer
+    a = guarded(m, k)[0].normal_(generator=generator)
+    b = guarded(*(n, k) if is_bf16 else (k, n))[0].normal_(generator=generator)
+    return Problem(a, b, *guarded(m, n))
 
 
 def oracle(rung: Rung, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact product in float64 and, for each element, the sum of |a| |b| that bounds its error."""
-    a = problem.a.double()
-    b = problem.b.double()
+    a, b = problem.a.double(), problem.b.double()
     if rung.dtype == "bf16":
         b = b.t()
     return a @ b, a.abs() @ b.abs()
 
 
-def compare(rung: Rung, problem: Problem, m: int, n: int, k: int) -> Check:
+def compare(rung: Rung, problem: Problem) -> Check:
     """Judges what is in `problem.out`. Tolerance of an element: output rounding plus accumulation."""
+    (m, k), n = problem.a.shape, problem.out.shape[1]
     exact, magnitude = oracle(rung, problem)
     error = (problem.out.double() - exact).abs()
     if rung.dtype == "bf16":
@@ -113,28 +100,28 @@ def compare(rung: Rung, problem: Problem, m: int, n: int, k: int) -> Check:
         tolerance = exact.abs() * 2.0**-8 + magnitude * 2.0**-18
     else:
         tolerance = magnitude * (4.0 * k**0.5) * 2.0**-24
-    worst = (error / tolerance).max()
-    relative = error.norm() / exact.norm()
     return Check(
         rung.name,
-        m,
-        n,
-        k,
+        (m, n, k),
         finite=bool(torch.isfinite(problem.out).all()),
         guards_intact=problem.guards_intact(),
-        worst=float(worst),
-        relative_norm=float(relative),
+        worst=float((error / tolerance).max()),
+        relative_norm=float(error.norm() / exact.norm()),
         norm_limit=_NORM_LIMIT[rung.dtype],
     )
 
 
-def check(rung: Rung, m: int, n: int, k: int, seed: int = 0) -> Check:
-    """Runs a rung once on fresh operands and judges the result."""
-    problem = make_problem(rung, m, n, k, seed)
+def run_and_compare(rung: Rung, problem: Problem) -> Check:
+    """Runs a rung once and judges the result."""
     problem.poison()
     ops.matmul(rung, problem.a, problem.b, problem.out)
     torch.cuda.synchronize()
-    return compare(rung, problem, m, n, k)
+    return compare(rung, problem)
+
+
+def check(rung: Rung, m: int, n: int, k: int, seed: int = 0) -> Check:
+    """`run_and_compare` on fresh operands."""
+    return run_and_compare(rung, make_problem(rung, m, n, k, seed))
 
 
 def ragged_shapes(rung: Rung) -> Iterator[tuple[int, int, int]]:

@@ -30,24 +30,19 @@ def check_produced(
     Raises OctavoError otherwise, with both numbers and why: the errors of failed requests, or
     prompts that left too little room in max_model_len.
     """
-    produced, wanted = sum(len(out.outputs[0].token_ids) for out in outputs), sum(output_lens)
-    short = [
-        (out, length)
-        for out, length in zip(outputs, output_lens, strict=True)
-        if len(out.outputs[0].token_ids) != length
-    ]
-    if not short:
-        return produced
-    if failed := [out.outputs[0].error for out, _ in short if out.outputs[0].error]:
+    got = [len(out.outputs[0].token_ids) for out in outputs]
+    if got == list(output_lens):
+        return sum(got)
+    if failed := [error for out in outputs if (error := out.outputs[0].error)]:
         reasons = "; ".join(dict.fromkeys(failed[:3]))
         why = f"{len(failed)} of {len(outputs)} requests failed: {reasons}"
     else:
-        out, length = short[0]
+        each = zip(outputs, got, output_lens, strict=True)
+        out, number, length = next(row for row in each if row[1] != row[2])
         prompt = len(out.prompt_token_ids)
         why = f"a prompt of {prompt} tokens and an output of {length}"
         if prompt + length > max_model_len:
             why += f" do not fit into max_model_len={max_model_len}"
         else:
-            got = len(out.outputs[0].token_ids)
-            why += f" ended after {got} ({out.outputs[0].finish_reason})"
-    raise OctavoError(f"{produced} of {wanted} output tokens were produced: {why}")
+            why += f" ended after {number} ({out.outputs[0].finish_reason})"
+    raise OctavoError(f"{sum(got)} of {sum(output_lens)} output tokens were produced: {why}")

@@ -7,8 +7,8 @@ SM cycles, bandwidths are bytes counted over graph-replay time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ CONFLICT_STRIDES = (0, 1, 2, 4, 8, 16, 32)  # 0: every lane reads the same word
 _GIB = 1 << 30
 
 
-def measure_device(progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure_device() -> dict[str, Any]:
     """All microbenchmarks, as one JSON-able document. Raises KernelError without a GPU.
 
     Keys: environment; sizes (bytes, counts); bandwidth_gbs (copy, read, l2_read, smem_read);
@@ -37,7 +37,7 @@ def measure_device(progress: Callable[[str], None] = lambda line: None) -> dict[
     """
     if not torch.cuda.is_available():
         raise KernelError("device microbenchmarks need a CUDA GPU; there is none here")
-    document = {
+    return {
         "environment": provenance.describe(),
         "sizes": device_sizes(),
         "bandwidth_gbs": bandwidths(),
@@ -46,10 +46,6 @@ def measure_device(progress: Callable[[str], None] = lambda line: None) -> dict[
         "smem_cycles_per_load": bank_conflicts(),
         "tensor_core": tensor_core_load(),
     }
-    for key, value in document.items():
-        if key != "environment":
-            progress(f"{key}: {value}")
-    return document
 
 
 # CUdevice_attribute numbers of cuda.h.
@@ -72,38 +68,39 @@ def device_sizes() -> dict[str, int]:
     return {**sizes, "memory_bytes": int(torch.cuda.get_device_properties(0).total_memory)}
 
 
-def _launcher(entry: str, shape: LaunchShape, *arguments: Any) -> Callable[[], None]:
+def _launcher(entry: str, shape: LaunchShape, *arguments: Any) -> timer.Call:
+    """Tensors are passed as their addresses, the rest as it is."""
     kernel = Kernel(_SOURCE, entry, name="memory.cu")
-    parameters = pack(*arguments)
-    return lambda: kernel.launch(0, shape, parameters)
+    parameters = pack(
+        *(c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
+    )
+    return partial(kernel.launch, 0, shape, parameters)
 
 
-def _seconds(call: Callable[[], None], launches: int = 4, rounds: int = 5) -> float:
+def _seconds(call: timer.Call, launches: int = 4, rounds: int = 5) -> float:
     timing = timer.compare({"arm": [call]}, launches=launches, rounds=rounds)["arm"]
     return timing.median_us / 1e6
 
 
-def _pointer(tensor: torch.Tensor) -> c_void_p:
-    return c_void_p(tensor.data_ptr())
+def _counter(dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """One number, where kernels leave what they found."""
+    return torch.zeros(1, dtype=dtype, device="cuda")
 
 
 def bandwidths() -> dict[str, float]:
     """GB/s: memory copy (bytes read plus written) and read, L2 read, shared-memory read (all SMs)."""
-    sms = sm_count(0)
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sms, sink = sm_count(0), _counter()
     source = torch.empty(2 * _GIB, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     grid = LaunchShape((sms * 8, 1, 1), 256)
-    count = source.numel() // 16
-    copy = _launcher("copy", grid, _pointer(source), _pointer(target), c_int64(count))
-    read = _launcher("read", grid, _pointer(source), _pointer(sink), c_int64(count))
+    count = c_int64(source.numel() // 16)
+    copy = _launcher("copy", grid, source, target, count)
+    read = _launcher("read", grid, source, sink, count)
     # 16 MiB stay in the L2; every launch but the first finds them there.
     small = source[: 16 << 20]
-    l2 = _launcher("read", grid, _pointer(small), _pointer(sink), c_int64(small.numel() // 16))
+    l2 = _launcher("read", grid, small, sink, c_int64(small.numel() // 16))
     steps = 4096
-    smem = _launcher(
-        "shared_bandwidth", LaunchShape((sms * 2, 1, 1), 1024), _pointer(sink), c_int(steps)
-    )
+    smem = _launcher("shared_bandwidth", LaunchShape((sms * 2, 1, 1), 1024), sink, c_int(steps))
     smem_bytes = sms * 2 * 1024 * 8 * 16 * steps
     return {
         "copy": 2 * source.numel() / _seconds(copy) / 1e9,
@@ -115,20 +112,13 @@ def bandwidths() -> dict[str, float]:
 
 def strided_reads() -> dict[int, dict[str, float]]:
     """GB/s of a 2 GiB buffer read one word in `stride`: useful bytes, and bytes moved in sectors."""
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sink = _counter()
     source = torch.empty(_GIB // 2, dtype=torch.int32, device="cuda").random_()
     shape = LaunchShape((sm_count(0) * 16, 1, 1), 256)
     found: dict[int, dict[str, float]] = {}
     for stride in STRIDES:
-        call = _launcher(
-            "read_strided",
-            shape,
-            _pointer(source),
-            _pointer(sink),
-            c_int64(source.numel()),
-            c_int(stride),
-        )
-        seconds = _seconds(call)
+        numbers = c_int64(source.numel()), c_int(stride)
+        seconds = _seconds(_launcher("read_strided", shape, source, sink, *numbers))
         words = -(-source.numel() // stride)
         moved = 4 * words * min(stride, 8)  # a 32-byte sector holds 8 words
         found[stride] = {"useful": 4 * words / seconds / 1e9, "moved": moved / seconds / 1e9}
@@ -137,31 +127,17 @@ def strided_reads() -> dict[int, dict[str, float]]:
 
 def latencies(steps: int = 20_000) -> dict[str, float]:
     """Cycles from one dependent load to the next, for each level that a load can be served from."""
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    cycles = torch.zeros(1, dtype=torch.int64, device="cuda")
-    one = LaunchShape((1, 1, 1), 1)
-    calls: dict[str, Callable[[], None]] = {
-        "smem": _launcher("chase_shared", one, _pointer(sink), _pointer(cycles), c_int(steps)),
-        "dsmem": _launcher(
-            "chase_dsmem",
-            LaunchShape((2, 1, 1), 32, cluster=2),
-            _pointer(sink),
-            _pointer(cycles),
-            c_int(steps),
-        ),
+    one, pair = LaunchShape((1, 1, 1), 1), LaunchShape((2, 1, 1), 32, cluster=2)
+    cycles = _counter(torch.int64)
+    tail = _counter(), cycles, c_int(steps)
+    rings = [_random_ring(size) for size in (16 << 10, 8 << 20, 4 * _GIB)]
+    calls = {
+        "smem": _launcher("chase_shared", one, *tail),
+        "dsmem": _launcher("chase_dsmem", pair, *tail),
+        "l1": _launcher("chase_l1", one, rings[0], *tail),
+        "l2": _launcher("chase_global", one, rings[1], *tail),
+        "dram": _launcher("chase_global", one, rings[2], *tail),
     }
-    rings = {
-        "l1": ("chase_l1", 16 << 10),
-        "l2": ("chase_global", 8 << 20),
-        "dram": ("chase_global", 4 * _GIB),
-    }
-    keep = []
-    for level, (entry, size) in rings.items():
-        ring = _random_ring(size)
-        keep.append(ring)
-        calls[level] = _launcher(
-            entry, one, _pointer(ring), _pointer(sink), _pointer(cycles), c_int(steps)
-        )
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     found: dict[str, float] = {}
     for level, call in calls.items():
@@ -189,18 +165,11 @@ def _random_ring(size: int, line: int = 128) -> torch.Tensor:
 
 def bank_conflicts(steps: int = 1000) -> dict[str, float]:
     """Cycles of a warp-wide 4-byte shared load by how many lanes meet in a bank: "1", "2" .. "32"."""
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    cycles = torch.zeros(1, dtype=torch.int64, device="cuda")
+    sink, cycles = _counter(), _counter(torch.int64)
+    warp = LaunchShape((1, 1, 1), 32)
     found: dict[str, float] = {}
     for stride in CONFLICT_STRIDES:
-        call = _launcher(
-            "shared_banks",
-            LaunchShape((1, 1, 1), 32),
-            _pointer(sink),
-            _pointer(cycles),
-            c_int(stride),
-            c_int(steps),
-        )
+        call = _launcher("shared_banks", warp, sink, cycles, c_int(stride), c_int(steps))
         call()
         call()
         found[str(stride) if stride else "broadcast"] = int(cycles.item()) / (8 * steps)
@@ -220,16 +189,9 @@ def tensor_core_load(size: int = 8192, seconds: float = 1.5) -> dict[str, dict[s
         if label == "random":
             a.normal_()
             b.normal_()
-
-        def call(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-            ops.matmul(best, a, b, out)
-
+        call = partial(ops.matmul, best, a, b, out)
         timer.hold_load(call, seconds)
         with ClockSampler() as clocks:
-            timing = timer.compare({"arm": [call]}, launches=32, rounds=9)["arm"]
-        found[label] = {
-            "rung": best.name,
-            "tflops": 2.0 * size**3 / timing.median_us / 1e6,
-            **clocks.summary(),
-        }
+            tflops = 2.0 * size**3 / _seconds(call, launches=32, rounds=9) / 1e12
+        found[label] = {"rung": best.name, "tflops": tflops, **clocks.summary()}
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def run_ladder(
 ) -> dict[str, Any]:
     """Checks and times rungs on square problems of edge `sizes`. Raises KernelError without a GPU.
 
-    Returns {"environment", "checks", "ilp", "results"}; each result has rung (a name or "cublas"),
+    Returns {"environment", "ilp", "results"}; each result has rung (a name or "cublas"),
     dtype, m, n, k, mode, median_us, low_us, high_us, tflops, vs_cublas, ok (checked right).
     """
     if not torch.cuda.is_available():
@@ -73,42 +74,38 @@ def time_square(
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """All `rungs` (one dtype) and cuBLAS at M = N = K = `size`, interleaved; see `run_ladder`."""
-    dtype = rungs[0].dtype
+    dtype, flops = rungs[0].dtype, 2.0 * size**3
     sets = _operand_sets(dtype, size)
-    verdicts = {rung.name: _check_on(rung, sets[0], size) for rung in rungs}
-    arms = {rung.name: _calls(rung, sets) for rung in rungs}
-    arms[CUBLAS] = _cublas_calls(dtype, sets)
-    flops = 2.0 * size**3
-    results: list[dict[str, Any]] = []
-    slow = {r.name for r in rungs if r.number < _SLOW_RUNGS}
-    # A cool sample is short; a slow rung takes longer than the others' whole sample.
-    timings: dict[str, timer.Timing] = {}
+    verdicts = {rung.name: correctness.run_and_compare(rung, sets[0]) for rung in rungs}
+    slow = {r.name: _calls(r, sets) for r in rungs if r.number < _SLOW_RUNGS}
+    fast = {r.name: _calls(r, sets) for r in rungs if r.number >= _SLOW_RUNGS}
+    fast[CUBLAS] = _cublas_calls(dtype, sets)
+    sustained = mode == "sustained"
+    launches = _COOL_LAUNCHES
+    if sustained:
+        rate = 40e6 if slow else 700e6  # FLOP/us that the fast arms are near
+        launches = max(4, min(200, round(_SAMPLE_US * rate / flops)))
     with ClockSampler() as clocks:
-        for group, launches in _groups(arms, slow, flops, mode):
-            if mode == "sustained" and not group.keys() & slow:
-                timer.hold_load(arms[CUBLAS][0], 1.0)
-            timings |= timer.compare(
-                group,
-                launches=launches,
-                rounds=3 if group.keys() & slow else rounds,
-                pause=pause,
-                settle=mode == "sustained" and not group.keys() & slow,
-            )
-    reference = timings[CUBLAS].median_us
+        if sustained:
+            timer.hold_load(fast[CUBLAS][0], 1.0)
+        timings = timer.compare(
+            fast, launches=launches, rounds=rounds, pause=pause, settle=sustained
+        )
+        if slow:  # alone: each takes longer than the others' whole sample
+            timings |= timer.compare(slow, launches=1, rounds=3, pause=pause)
+    results: list[dict[str, Any]] = []
     for name in sorted(timings):  # ladder order, then cuBLAS
-        timing = timings[name]
+        timing, verdict = timings[name], verdicts.get(name)
         row = {
             "rung": name,
             "dtype": dtype,
-            "m": size,
-            "n": size,
-            "k": size,
+            **dict.fromkeys(("m", "n", "k"), size),
             "mode": mode,
             **asdict(timing),
             "tflops": flops / timing.median_us / 1e6,
-            "vs_cublas": reference / timing.median_us,
-            "ok": name == CUBLAS or verdicts[name].ok,
-            "relative_norm": None if name == CUBLAS else verdicts[name].relative_norm,
+            "vs_cublas": timings[CUBLAS].median_us / timing.median_us,
+            "ok": verdict is None or verdict.ok,
+            "relative_norm": None if verdict is None else verdict.relative_norm,
         }
         results.append(row)
         progress(
@@ -116,66 +113,30 @@ def time_square(
             f"{row['tflops']:7.1f} TFLOP/s {row['vs_cublas']:6.3f} x cuBLAS "
             f"spread {timing.spread:.3f} {'ok' if row['ok'] else 'WRONG'}"
         )
-    progress(f"clocks {dtype} {size} {mode}: {clocks.summary()}")
     results[-1]["clocks"] = clocks.summary()
+    progress(f"clocks {dtype} {size} {mode}: {results[-1]['clocks']}")
     return results
-
-
-def _groups(
-    arms: dict[str, list[Callable[[], None]]], slow: set[str], flops: float, mode: str
-) -> list[tuple[dict[str, list[Callable[[], None]]], int]]:
-    """Arms that are timed together, with launches a sample: slow rungs alone, one launch each."""
-    fast = {name: calls for name, calls in arms.items() if name not in slow}
-    rate = 40e6 if slow else 700e6  # FLOP/us that the fast arms are near
-    launches = max(4, min(200, round(_SAMPLE_US * rate / flops)))
-    if mode == "cool":
-        launches = _COOL_LAUNCHES
-    groups = [(fast, launches)]
-    if slow:
-        groups.append(({name: arms[name] for name in arms if name in slow}, 1))
-    return groups
 
 
 def _operand_sets(dtype: str, size: int) -> list[correctness.Problem]:
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    set_bytes = 3 * size * size * kind.itemsize
-
-    def matrix() -> torch.Tensor:
-        return torch.randn(size, size, device="cuda", dtype=kind)
-
     sets: list[correctness.Problem] = []
-    for _ in range(timer.rotation_count(set_bytes)):
-        out = matrix()
-        sets.append(correctness.Problem(matrix(), matrix(), out, out.view(-1)))
+    for _ in range(timer.rotation_count(3 * size * size * kind.itemsize)):
+        a, b, out = (torch.randn(size, size, device="cuda", dtype=kind) for _ in range(3))
+        sets.append(correctness.Problem(a, b, out, out.view(-1)))
     return sets
 
 
-def _check_on(rung: Rung, problem: correctness.Problem, size: int) -> correctness.Check:
-    problem.poison()
-    ops.matmul(rung, problem.a, problem.b, problem.out)
-    torch.cuda.synchronize()
-    return correctness.compare(rung, problem, size, size, size)
+def _calls(rung: Rung, sets: Sequence[correctness.Problem]) -> list[timer.Call]:
+    return [partial(ops.matmul, rung, each.a, each.b, each.out) for each in sets]
 
 
-def _calls(rung: Rung, sets: Sequence[correctness.Problem]) -> list[Callable[[], None]]:
-    def call(problem: correctness.Problem) -> Callable[[], None]:
-        return lambda: ops.matmul(rung, problem.a, problem.b, problem.out)
-
-    return [call(problem) for problem in sets]
-
-
-def _run_cublas(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(a, b, out=out)
-
-
-def _cublas_calls(dtype: str, sets: Sequence[correctness.Problem]) -> list[Callable[[], None]]:
+def _cublas_calls(dtype: str, sets: Sequence[correctness.Problem]) -> list[timer.Call]:
     torch.backends.cuda.matmul.allow_tf32 = False
-
-    def call(problem: correctness.Problem) -> Callable[[], None]:
-        right = problem.b.t() if dtype == "bf16" else problem.b
-        return lambda: _run_cublas(problem.a, right, problem.out)
-
-    return [call(problem) for problem in sets]
+    rights = (each.b.t() if dtype == "bf16" else each.b for each in sets)
+    return [
+        partial(torch.mm, each.a, b, out=each.out) for each, b in zip(sets, rights, strict=True)
+    ]
 
 
 def time_ilp(rung: Rung, iterations: int = 4096) -> dict[str, Any]:
@@ -183,10 +144,10 @@ def time_ilp(rung: Rung, iterations: int = 4096) -> dict[str, Any]:
     ctas = sm_count(0)
     out = torch.empty(ctas * rung.threads, device="cuda")
     flops = 2.0 * out.numel() * iterations * rung.constants["FMAS"]
-    arms: dict[str, list[Callable[[], None]]] = {}
+    arms: dict[str, list[timer.Call]] = {}
     for entry in ("ilp_dependent", "ilp_independent"):
-        prepared = host.ilp_call(rung, entry, out, iterations, ctas)
-        arms[entry] = [lambda p=prepared: p.kernel.launch(0, p.shape, p.parameters)]  # type: ignore[misc]
+        call = host.ilp_call(rung, entry, out, iterations, ctas)
+        arms[entry] = [partial(call.kernel.launch, 0, call.shape, call.parameters)]
     timings = timer.compare(arms, launches=4, rounds=5)
     rates = {name: flops / timing.median_us / 1e6 for name, timing in timings.items()}
     return {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.bench.clocks import load_nvml
 from octavo.config.machine import cpu_name
 from octavo.kernels import jit
 
@@ -22,32 +23,27 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def git_tree_hash(folder: Path) -> str:
-    """The hash that `git rev-parse HEAD:folder` prints if exactly these files are committed."""
-    return _tree(folder).hex()
+    """The hash that `git rev-parse HEAD:folder` prints if exactly these files are committed.
 
-
-def _object_hash(kind: str, body: bytes) -> bytes:
-    return hashlib.sha1(f"{kind} {len(body)}\0".encode() + body, usedforsecurity=False).digest()
-
-
-def _tree(folder: Path) -> bytes:
+    Empty for a folder without files: git knows none.
+    """
     entries: list[tuple[bytes, bytes]] = []
     for path in folder.iterdir():
-        if path.name == "__pycache__" or path.name.endswith((".egg-info", ".pyc")):
+        name = path.name.encode()
+        if path.name == "__pycache__" or path.suffix in (".egg-info", ".pyc"):
             continue
         if path.is_dir():
-            if not any(p.is_file() and p.suffix != ".pyc" for p in path.rglob("*")):
-                continue  # git knows no empty folders
-            entries.append((path.name.encode() + b"/", b"40000 " + _named(path, _tree(path))))
+            mode, place, digest = b"40000", name + b"/", git_tree_hash(path)
         else:
-            mode = b"100755 " if os.access(path, os.X_OK) else b"100644 "
-            blob = _object_hash("blob", path.read_bytes())
-            entries.append((path.name.encode(), mode + _named(path, blob)))
-    return _object_hash("tree", b"".join(entry for _, entry in sorted(entries)))
+            mode, place = b"100755" if os.access(path, os.X_OK) else b"100644", name
+            digest = _object_hash("blob", path.read_bytes())
+        if digest:
+            entries.append((place, mode + b" " + name + b"\0" + bytes.fromhex(digest)))
+    return _object_hash("tree", b"".join(entry for _, entry in sorted(entries))) if entries else ""
 
 
-def _named(path: Path, digest: bytes) -> bytes:
-    return path.name.encode() + b"\0" + digest
+def _object_hash(kind: str, body: bytes) -> str:
+    return hashlib.sha1(f"{kind} {len(body)}\0".encode() + body, usedforsecurity=False).hexdigest()
 
 
 def describe() -> dict[str, object]:
@@ -79,11 +75,8 @@ def describe() -> dict[str, object]:
 
 
 def _driver_version() -> str:
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
     text = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, 96):
+    nvml = load_nvml()
+    if nvml is None or nvml.nvmlSystemGetDriverVersion(text, len(text)):
         return "unknown"
     return text.value.decode()

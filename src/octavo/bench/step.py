@@ -18,18 +18,18 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from octavo.bench.datasets import random_prompts
-from octavo.bench.latency import percentile
+from octavo.bench.offline import exactly
 from octavo.bench.step_report import operation_rows
 from octavo.bench.step_trace import Event, StepProfile, profile_steps, read_chrome_trace
 from octavo.config.step_cost import machine_for, step_operations
 from octavo.errors import OctavoError
 from octavo.llm import LLM
-from octavo.outputs import RequestOutputKind
-from octavo.sampling_params import SamplingParams
+from octavo.outputs import RequestOutput, RequestOutputKind
 
 WARMUP = 5  # decode steps
 PROFILED = {"decode": 32, "prefill": 3}
@@ -81,16 +81,14 @@ def host_clock(core: Any) -> Iterator[dict[str, float]]:
 
         return call
 
-    def clocked(pending: Any) -> Any:
-        pending.collect = timed("collect", pending.collect)
-        return pending
-
-    for _, pending in core._in_flight:
-        clocked(pending)
-    calls = [(core.scheduler, "schedule"), (executor._worker, "launch"), (core.scheduler, "update")]
-    for owner, name in calls:
+    def clock(owner: Any, name: str) -> Any:
         setattr(owner, name, timed(name, getattr(owner, name)))
-    executor.execute = lambda plan: clocked(execute(plan))
+        return owner
+
+    calls = [(core.scheduler, "schedule"), (executor._worker, "launch"), (core.scheduler, "update")]
+    for owner, name in calls + [(pending, "collect") for _, pending in core._in_flight]:
+        clock(owner, name)
+    executor.execute = lambda plan: clock(execute(plan), "collect")
     try:
         yield spent
     finally:
@@ -117,54 +115,63 @@ def time_steps(core: Any, steps: int, run: Callable[[], float]) -> Times:
     return times
 
 
+def num_tokens(output: RequestOutput) -> int:
+    """Tokens that a request has had. Raises OctavoError if it failed, or got none with this output."""
+    if (error := output.outputs[0].error) is not None:
+        raise OctavoError(f"a request failed: {error}")
+    if not output.outputs[0].token_ids:
+        raise OctavoError(f"{output.request_id} got no token in a step")
+    assert output.metrics is not None
+    return output.metrics.num_generation_tokens
+
+
 class Batch:
-    """Equal requests that run together, from their prefill on; `close` leaves nothing behind."""
+    """Equal requests that run together, from their prefill on; `close` leaves nothing behind.
+
+    A step is timed without a look into its outputs, which would count as the engine's work.
+    """
 
     def __init__(
         self, llm: LLM, kind: StepKind, prompt_len: int, max_tokens: int, seed: int
     ) -> None:
         self._engine = llm.engine
         self._ids = [f"step-{seed}-{index}" for index in range(kind.batch_size)]
-        self.num_outputs = dict.fromkeys(self._ids, 0)
-        params = SamplingParams(
-            temperature=kind.temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        self._outputs: list[RequestOutput] = []
+        params = exactly(max_tokens, kind.temperature)
         vocab_size = llm.engine.config.model.vocab_size
         prompts = random_prompts([prompt_len] * kind.batch_size, vocab_size, seed)
         for name, prompt in zip(self._ids, prompts, strict=True):
             self._engine.add_request(name, prompt, params, output_kind=RequestOutputKind.DELTA)
         self._last = time.perf_counter()
 
-    def prefill(self) -> float:
-        """Run until each request has a token. Returns seconds; raises OctavoError if one fails."""
-        while not all(self.num_outputs.values()):
-            self._step()
-        return self._lap()
+    def prefill(self) -> None:
+        """Run until each request has a token. Raises OctavoError if one fails."""
+        waiting = set(self._ids)
+        while waiting:
+            waiting -= {out.request_id for out in self._engine.step() if num_tokens(out)}
 
-    def decode(self) -> float:
+    def step(self) -> float:
         """Run the loop once. Returns seconds since the last call; raises OctavoError unless each
-        request gets a token."""
-        if (number := self._step()) != len(self._ids):
-            raise OctavoError(f"a step decoded {number} of {len(self._ids)} requests")
-        return self._lap()
+        request gets something, which is for `check` to look at."""
+        before, self._outputs = self._outputs, self._engine.step()
+        if len(self._outputs) != len(self._ids):
+            for output in before + self._outputs:
+                num_tokens(output)  # what failed before is missing now
+            raise OctavoError(f"a step ran {len(self._outputs)} of {len(self._ids)} requests")
+        start, self._last = self._last, time.perf_counter()
+        return self._last - start
+
+    def check(self) -> float:
+        """Tokens that a request has had by the last step, in the mean.
+
+        Raises OctavoError if one failed, in this step or, since `step` counts, in any before.
+        """
+        return statistics.fmean(map(num_tokens, self._outputs))
 
     def close(self) -> None:
         """End the requests and wait for what is launched."""
         self._engine.abort(self._ids)
         self._engine.drain()
-
-    def _lap(self) -> float:
-        start, self._last = self._last, time.perf_counter()
-        return self._last - start
-
-    def _step(self) -> int:
-        number = 0
-        for output in self._engine.step():
-            if (error := output.outputs[0].error) is not None:
-                raise OctavoError(f"a request failed: {error}")
-            self.num_outputs[output.request_id] += len(output.outputs[0].token_ids)
-            number += len(output.outputs[0].token_ids)
-        return number
 
 
 def record(run: Callable[[], None]) -> list[Event]:
@@ -214,14 +221,15 @@ def measure_decode(llm: LLM, kind: StepKind, steps: int) -> tuple[Times, list[Ev
 
         def run() -> None:
             for _ in range(num_recorded):
-                batch.decode()
+                batch.step()
+            batch.check()
             batch.close()  # within the record, so that its last step is whole
 
         batch.prefill()
         for _ in range(WARMUP):
-            batch.decode()
-        times = time_steps(llm.engine.core, steps, batch.decode)
-        seq_len = prompt_len + round(statistics.fmean(batch.num_outputs.values()))
+            batch.step()
+        times = time_steps(llm.engine.core, steps, batch.step)
+        seq_len = prompt_len + round(batch.check())
         return times, record(run), seq_len + SKIPPED["decode"] + num_recorded // 2
 
 
@@ -231,7 +239,9 @@ def measure_prefill(llm: LLM, kind: StepKind, steps: int) -> tuple[Times, list[E
 
     def prefill() -> Times:
         with closing(Batch(llm, kind, kind.context, max_tokens=1, seed=next(seeds))) as batch:
-            return time_steps(llm.engine.core, 1, batch.prefill)
+            times = time_steps(llm.engine.core, 1, batch.step)
+            batch.check()
+            return times
 
     def run() -> None:
         for _ in range(min(steps, PROFILED["prefill"])):
@@ -261,9 +271,7 @@ def run_step(llm: LLM, kind: StepKind, steps: int) -> tuple[dict[str, Any], Step
     machine = machine_for(torch.cuda.get_device_name())
     requests = kind.requests(seq_len)
     costs = step_operations(model, requests, kind.batch_size)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    step_us = medians.pop("step")
-    p10, p90 = (percentile(times["step"], percent) for percent in (10, 90))
+    p10, step_us, p90 = (float(each) for each in np.percentile(times.pop("step"), (10, 50, 90)))
     return {
         **dataclasses.asdict(kind),
         "mean_seq_len": seq_len,
@@ -271,7 +279,7 @@ def run_step(llm: LLM, kind: StepKind, steps: int) -> tuple[dict[str, Any], Step
         "steps": steps,
         "step_us": {"median": step_us, "p10": p10, "p90": p90},
         "tokens_per_s": sum(query_len for query_len, _ in requests) / step_us * 1e6,
-        "host_us": medians,
+        "host_us": {name: statistics.median(values) for name, values in times.items()},
         "ceiling_us": sum(cost.ceiling_s(machine) for cost in costs) * 1e6,
         "machine": dataclasses.asdict(machine),
         "profile": {**found.figures, "operations": operation_rows(costs, machine, found.times)},

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.report import columns
 from octavo.bench.step_trace import Labelled
 from octavo.config.step_cost import Machine, Operation
 from octavo.errors import ConfigError
@@ -73,9 +74,7 @@ def table(rows: Sequence[Row]) -> str:
         for _, key, factor, form in shown:
             cells.append(format(row[key] * factor, form) if key in row else "")
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    return columns(lines, right=True)
 
 
 def short_name(name: str) -> str:
@@ -98,21 +97,21 @@ def summary(result: Mapping[str, Any]) -> str:
     """What `bench.step.run_step` found, but for the table."""
     step, host, found = result["step_us"], result["host_us"], result["profile"]
     parts = ", ".join(
-        f"{name} {host[name]:.0f}" for name in ("schedule", "launch", "update", "rest")
+        f"{name} {host[name]:.0f}" for name in host if name not in ("collect", "work")
     )
     gap, idle = found["gap_us"], found["idle_us"]
-    lines = [
+    text = (
         f"{result['phase']}, {result['batch_size']} x {result['context']} tokens: {step['median']:.1f} us "
         f"a step (p10 {step['p10']:.1f}, p90 {step['p90']:.1f}), {result['tokens_per_s']:.0f} tokens/s, "
-        f"{result['ceiling_us'] / step['median']:.2f} of the ceiling",
+        f"{result['ceiling_us'] / step['median']:.2f} of the ceiling\n"
         f"CPU work a step: {host['work']:.0f} us ({parts}); "
-        f"waiting for the GPU (collect): {host['collect']:.0f} us",
+        f"waiting for the GPU (collect): {host['collect']:.0f} us\n"
         f"under the profiler: {found['span_us']:.1f} us from first to last kernel, "
-        f"{gap['total']:.1f} of them in gaps ({gap['median']:.2f} each)",
-    ]
+        f"{gap['total']:.1f} of them in gaps ({gap['median']:.2f} each)"
+    )
     if idle is not None:
-        lines.append(f"GPU idle between steps: {idle['median']:.1f} us (p99 {idle['p99']:.1f})")
-    return "\n".join(lines)
+        text += f"\nGPU idle between steps: {idle['median']:.1f} us (p99 {idle['p99']:.1f})"
+    return text
 
 
 def load_matplotlib() -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.bench.latency import percentile
+import numpy as np
 
 
 class Event(NamedTuple):
@@ -100,8 +100,7 @@ def split_steps(events: Sequence[Event]) -> tuple[list[Sequence[Event]], int]:
 def label_step(events: Iterable[Event], num_layers: int) -> list[Labelled]:
     """Name the operation of each event of one step, in order of their start."""
     labelled = []
-    before = ""
-    num_norms = 0
+    before, num_norms = "", 0
     for event in events:
         if is_memory(event):
             labelled.append(Labelled(event.name.split(" (")[0], True, event))
@@ -142,30 +141,28 @@ def profile_steps(events: Iterable[Event], num_layers: int, skip: int = 0) -> St
     steps = [label_step(step, num_layers) for step in found[skip:]]
     if not steps:
         raise ValueError(f"{len(found)} whole steps in {len(ordered)} GPU events")
-    spans, gaps, idle = [], [], []
-    end_us: float | None = None
+    bounds, gaps = [], []
     for step in steps:
-        start_us = step[0].event.start_us
-        if end_us is not None:
-            idle.append(max(0.0, start_us - end_us))
-        end_us, step_gaps = start_us, []
-        for _, _, event in step:
-            step_gaps.append(max(0.0, event.start_us - end_us))
-            end_us = max(end_us, event.start_us + event.duration_us)
-        spans.append(end_us - start_us)
-        gaps.append(step_gaps[1:])
+        starts = [event.start_us for _, _, event in step]
+        ends = (event.start_us + event.duration_us for _, _, event in step)
+        busy_until = list(itertools.accumulate(ends, max))
+        bounds.append((starts[0], busy_until[-1]))
+        pairs = zip(starts[1:], busy_until[:-1], strict=True)
+        gaps.append([max(0.0, start - end) for start, end in pairs])
+    idle = [max(0.0, after[0] - before[1]) for before, after in itertools.pairwise(bounds)]
     figures = {
         "num_steps": len(steps),
         "num_before": num_before,
-        "span_us": statistics.median(spans),
+        "span_us": statistics.median(end - start for start, end in bounds),
         "gap_us": {
             "median": statistics.median(list(itertools.chain(*gaps)) or [0.0]),
             "total": statistics.median(map(sum, gaps)),
         },
-        "idle_us": {"median": statistics.median(idle), "p99": percentile(idle, 99)}
-        if idle
-        else None,
+        "idle_us": None,
     }
+    if idle:
+        p99 = float(np.percentile(idle, 99))
+        figures["idle_us"] = {"median": statistics.median(idle), "p99": p99}
     return StepProfile(steps, _operation_times(steps), figures)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+Call = Callable[[], object]
 COLD_BYTES = 2 * 60 * 2**20  # operand sets beyond this leave nothing useful in a 60 MB L2
 
 
@@ -38,7 +39,7 @@ def rotation_count(set_bytes: int) -> int:
     return max(2, -(-COLD_BYTES // max(set_bytes, 1)) + 1)
 
 
-def capture(calls: Sequence[Callable[[], None]], launches: int) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Call], launches: int) -> torch.cuda.CUDAGraph:
     """One graph of `launches` launches that walks over `calls` in turn; runs each call once first."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -54,7 +55,7 @@ def capture(calls: Sequence[Callable[[], None]], launches: int) -> torch.cuda.CU
 
 
 def compare(
-    arms: Mapping[str, Sequence[Callable[[], None]]],
+    arms: Mapping[str, Sequence[Call]],
     *,
     launches: int,
     rounds: int = 7,
@@ -85,18 +86,17 @@ def compare(
             end.record()
             end.synchronize()
             samples[name].append(start.elapsed_time(end) * 1000 / launches)
-    return {name: _timing(values) for name, values in samples.items()}
+    return {
+        name: Timing(statistics.median(values), min(values), max(values), len(values))
+        for name, values in samples.items()
+    }
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _timing(values: list[float]) -> Timing:
-    return Timing(statistics.median(values), min(values), max(values), len(values))
-
-
-def hold_load(call: Callable[[], None], seconds: float) -> None:
+def hold_load(call: Call, seconds: float) -> None:
     """Keeps the GPU busy until it has reached the clock that it can hold."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

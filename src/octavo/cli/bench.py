@@ -5,24 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import provenance
-from octavo.bench.latency import run_latency
-from octavo.bench.prefix import run_prefix
+from octavo.bench import offline, provenance
 from octavo.bench.step import StepKind, run_step
 from octavo.bench.step_report import draw_step, load_matplotlib, machine_text, summary, table
-from octavo.bench.throughput import run_throughput
-from octavo.cli.options import (
-    add_engine_arguments,
-    add_model_argument,
-    at_least,
-    check_writable,
-    engine_settings,
-    write_text,
-)
+from octavo.cli import options
 from octavo.config.resolve import make_args
 from octavo.config.step_cost import Machine
 from octavo.errors import ConfigError
@@ -32,70 +21,74 @@ from octavo.worker.device import probe_device
 
 COUNTED_STEPS = {"decode": 50, "prefill": 5}
 
+# Kind -> what it measures, and its numbers: name -> default, meaning.
+KINDS: dict[str, tuple[str, dict[str, tuple[int, str]]]] = {
+    "latency": (
+        "seconds that one batch takes",
+        {
+            "input_len": (128, "prompt tokens of a request"),
+            "output_len": (128, "output tokens of a request"),
+            "batch_size": (8, "requests of a batch"),
+            "warmup": (1, "uncounted batches"),
+            "iterations": (3, "counted batches"),
+        },
+    ),
+    "throughput": (
+        "tokens/s of many requests submitted at once",
+        {
+            "input_len": (128, "prompt tokens of a request"),
+            "output_len": (128, "output tokens of a request"),
+            "num_prompts": (32, "requests of a run"),
+            "warmup": (1, "uncounted runs before the one that counts"),
+        },
+    ),
+    "prefix": (
+        "time to first token, cold and warm",
+        {
+            "input_len": (128, "tokens that two prompts share"),
+            "iterations": (3, "pairs of prompts"),
+        },
+    ),
+    "step": ("where the time of one GPU step goes", {}),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One sub-parser a kind, each with the options that kind uses."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    latency = _add_kind(kinds, "latency", "seconds that one batch takes", measure_latency)
-    _integer(latency, "--input-len", 128, "prompt tokens of a request")
-    _integer(latency, "--output-len", 128, "output tokens of a request")
-    _integer(latency, "--batch-size", 8, "requests of a batch")
-    _integer(latency, "--warmup", 1, "uncounted batches")
-    _integer(latency, "--iterations", 3, "counted batches")
-    throughput = _add_kind(
-        kinds, "throughput", "tokens/s of many requests submitted at once", measure_throughput
-    )
-    _integer(throughput, "--input-len", 128, "prompt tokens of a request")
-    _integer(throughput, "--output-len", 128, "output tokens of a request")
-    _integer(throughput, "--num-prompts", 32, "requests of a run")
-    _integer(throughput, "--warmup", 1, "uncounted runs before the one that counts")
-    prefix = _add_kind(kinds, "prefix", "time to first token, cold and warm", measure_prefix)
-    _integer(prefix, "--input-len", 128, "tokens that two prompts share")
-    _integer(prefix, "--iterations", 3, "pairs of prompts")
-    step = _add_kind(kinds, "step", "where the time of one GPU step goes", measure_step)
-    _integer(step, "--batch-size", 1, "requests of the step")
-    _integer(step, "--context", 1024, "tokens of a request: cached ones, or those of its prompt")
-    step.add_argument("--prefill", action="store_true", help="run whole prompts; else decode")
-    step.add_argument("--steps", type=int, metavar="N", help="counted steps [50; prefill 5]")
-    step.add_argument("--picture", type=Path, help="draw one step to this file (.png, .svg)")
-    for kind in (throughput, step):
-        kind.add_argument(
-            "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]"
-        )
-    for kind in (latency, throughput, prefix, step):
+    for name, (text, numbers) in KINDS.items():
+        kind = kinds.add_parser(name, help=text, description=text)
+        options.add_model_argument(kind)
+        for number, (default, meaning) in numbers.items():
+            options.add_number(kind, number, default, meaning)
+        if name == "step":
+            options.add_step_arguments(kind)
+            kind.add_argument(
+                "--steps", type=int, metavar="N", help="counted steps [50; prefill 5]"
+            )
+            kind.add_argument(
+                "--picture", type=Path, help="draw one step to this file (.png, .svg)"
+            )
+        if name in ("throughput", "step"):
+            kind.add_argument(
+                "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]"
+            )
         kind.add_argument("--output-json", type=Path, help="also write the result to this file")
-        add_engine_arguments(kind)
-
-
-def _add_kind(
-    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    summary: str,
-    measure: Callable[[LLM, argparse.Namespace], dict[str, Any]],
-) -> argparse.ArgumentParser:
-    parser = kinds.add_parser(name, help=summary, description=summary)
-    parser.set_defaults(measure=measure)
-    add_model_argument(parser)
-    return parser
-
-
-def _integer(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} [{default}]")
+        options.add_engine_arguments(kind)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start an engine, measure, print."""
-    at_least(
-        1, args, "input_len", "output_len", "batch_size", "iterations", "num_prompts", "context"
-    )
-    at_least(0, args, "warmup")
+    numbers = {name: getattr(args, name) for name in KINDS[args.kind][1]}
+    for name in numbers:
+        options.at_least(0 if name == "warmup" else 1, args, name)
     if args.kind in ("throughput", "step"):
         SamplingParams(temperature=args.temperature)  # refused before the model is loaded
     if args.output_json is not None:
-        check_writable("--output-json", args.output_json)
+        options.check_writable("--output-json", args.output_json)
     start = time.perf_counter()
     # Off unless it is what is measured: repeated prompts would measure the cache.
-    settings = {"enable_prefix_caching": args.kind == "prefix", **engine_settings(args)}
+    settings = {"enable_prefix_caching": args.kind == "prefix", **options.engine_settings(args)}
     if args.kind == "step":
         settings = prepare_step(args, settings)
     with LLM(**settings) as llm:
@@ -104,41 +97,42 @@ def run(args: argparse.Namespace) -> int:
             "model": settings["model"],
             "dtype": llm.engine.config.model.dtype,
             "start_s": time.perf_counter() - start,
-            **args.measure(llm, args),
-            "environment": provenance.describe(),
+            **numbers,
         }
-    line = json.dumps(result)
+        if args.kind == "latency":
+            result |= measure_latency(llm, **numbers)
+        elif args.kind == "throughput":
+            result |= measure_throughput(llm, temperature=args.temperature, **numbers)
+        elif args.kind == "prefix":
+            result |= measure_prefix(llm, **numbers)
+        else:
+            result |= measure_step(llm, args)
+    line = json.dumps(result | {"environment": provenance.describe()})
     print(line)
     if args.output_json is not None:
-        write_text("--output-json", args.output_json, line + "\n")
+        options.write_text("--output-json", args.output_json, line + "\n")
     return 0
 
 
-def measure_latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+def measure_latency(llm: LLM, **numbers: int) -> dict[str, Any]:
     """Run and print like vLLM's `bench latency`."""
-    result = run_latency(
-        llm,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        batch_size=args.batch_size,
-        warmup=args.warmup,
-        iterations=args.iterations,
-    )
+    result = offline.run_latency(llm, **numbers)
     print(f"Avg latency: {result['avg_latency']:.3f} seconds")
     for percent, value in result["percentiles"].items():
         print(f"{percent}% percentile latency: {value:.3f} seconds")
-    return {**_lengths(args), "batch_size": args.batch_size, **result}
+    return result
 
 
-def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+def measure_throughput(
+    llm: LLM, input_len: int, output_len: int, num_prompts: int, warmup: int, temperature: float
+) -> dict[str, Any]:
     """Run and print like vLLM's `bench throughput`."""
-    lengths = [args.input_len] * args.num_prompts, [args.output_len] * args.num_prompts
-    for seed in range(args.warmup + 1):
-        result = run_throughput(
+    for seed in range(warmup + 1):
+        result = offline.run_throughput(
             llm,
-            input_lens=lengths[0],
-            output_lens=lengths[1],
-            temperature=args.temperature,
+            input_lens=[input_len] * num_prompts,
+            output_lens=[output_len] * num_prompts,
+            temperature=temperature,
             seed=seed,
         )
     print(
@@ -146,12 +140,12 @@ def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         f"{result['total_tokens_per_s']:.2f} total tokens/s, "
         f"{result['output_tokens_per_s']:.2f} output tokens/s"
     )
-    return {**_lengths(args), **result}
+    return result
 
 
-def measure_prefix(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+def measure_prefix(llm: LLM, **numbers: int) -> dict[str, Any]:
     """TTFT of a prompt and of a second one with the same beginning."""
-    result = run_prefix(llm, shared_len=args.input_len, iterations=args.iterations)
+    result = offline.run_prefix(llm, **numbers)
     for name in ("cold", "warm"):
         ttft, computed = result[f"{name}_ttft_s"], result[f"{name}_computed_tokens"]
         print(f"TTFT {name}: {ttft * 1e3:.1f} ms, {computed:.0f} tokens computed")
@@ -160,9 +154,8 @@ def measure_prefix(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with room for the step. Raises ConfigError for what cannot be measured or drawn."""
-    args.phase = "prefill" if args.prefill else "decode"
     args.steps = COUNTED_STEPS[args.phase] if args.steps is None else args.steps
-    at_least(1, args, "steps")
+    options.at_least(1, args, "batch_size", "context", "steps")
     device = probe_device(make_args(settings).device)
     if device.kind != "cuda":
         raise ConfigError(
@@ -170,11 +163,11 @@ def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
         )
     if args.picture is not None:
         load_matplotlib()
-        check_writable("--picture", args.picture)
+        options.check_writable("--picture", args.picture)
     room: dict[str, Any] = {"skip_tokenizer_init": True}
     if args.batch_size > 256:
         room["max_num_seqs"] = args.batch_size
-    if args.prefill:
+    if args.phase == "prefill":
         room["max_num_batched_tokens"] = max(8192, args.batch_size * args.context)
     return {**room, **settings}
 
@@ -189,7 +182,3 @@ def measure_step(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         title = f"{kind.phase}, {kind.batch_size} x {kind.context} tokens"
         draw_step(args.picture, found.steps[len(found.steps) // 2], rows, title)
     return result
-
-
-def _lengths(args: argparse.Namespace) -> dict[str, int]:
-    return {"input_len": args.input_len, "output_len": args.output_len}

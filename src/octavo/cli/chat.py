@@ -8,20 +8,15 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from octavo.cli.options import (
-    SAMPLING_FIELDS,
-    add_engine_arguments,
-    add_model_argument,
-    add_sampling_arguments,
-    engine_settings,
-    sampling_params,
-)
+from octavo.cli import options
 from octavo.errors import InvalidRequestError
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 
 # A chat shows one answer, as text.
-FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in ("n", "logprobs", "prompt_logprobs"))
+UNUSED = ("n", "logprobs", "prompt_logprobs")
+OPTIONS = tuple(name for name in options.SAMPLING_FIELDS if name not in UNUSED)
+FIELDS = (*OPTIONS, "seed")
 HELP = """/help            this list
 /system TEXT     set the system message and start anew
 /reset           forget the conversation
@@ -34,10 +29,10 @@ HELP = """/help            this list
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    add_model_argument(parser)
+    options.add_model_argument(parser)
     parser.add_argument("--system", help="system message")
-    add_sampling_arguments(parser, FIELDS, max_tokens=1024, temperature=0.7, top_p=0.95)
-    add_engine_arguments(parser)
+    options.add_sampling_arguments(parser, OPTIONS, max_tokens=1024, temperature=0.7, top_p=0.95)
+    options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     Ctrl-C stops an answer. Beside one, it ends the command or the line at a terminal, where a hint
     says how to leave, and the chat where a script is read.
     """
-    params = sampling_params(args)
-    with LLM(**engine_settings(args)) as llm:
+    params = options.sampling_params(args)
+    with LLM(**options.engine_settings(args)) as llm:
         session = Session(llm, params, args.system)
         at_terminal = sys.stdin.isatty()
         if at_terminal:

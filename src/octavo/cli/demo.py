@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from octavo.cli.demo_display import make_display
-from octavo.cli.options import add_engine_arguments, at_least, engine_settings
+from octavo.bench.report import columns
+from octavo.cli import options
+from octavo.cli.demo_display import show_lines, show_panels
 from octavo.core.scheduler_output import SchedulerStats
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
@@ -28,17 +29,17 @@ QUESTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="your own prompts instead")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N")
-    add_engine_arguments(parser)
+    options.add_number(parser, "max_tokens", 96, "most tokens of an answer")
+    options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, stream, print the tables. Exit status 0, or 1 if a request ended with an error."""
-    at_least(1, args, "max_tokens")
+    options.at_least(1, args, "max_tokens")
     start = time.perf_counter()
     questions = list(args.prompts) or list(QUESTIONS)
     print(f"Loading SmolLM2-135M-Instruct for {len(questions)} prompts ...", flush=True)
-    with LLM(**{"model": DEMO, **engine_settings(args)}) as llm:
+    with LLM(**{"model": DEMO, **options.engine_settings(args)}) as llm:
         print(f"Ready after {time.perf_counter() - start:.1f} s.\n", flush=True)
         prompts = llm.render_chat([[{"role": "user", "content": text}] for text in questions])
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
@@ -58,33 +59,35 @@ def show_stream(
 ) -> list[RequestOutput]:
     """Show the answers as they grow; returns the last output of each request."""
     last: dict[int, RequestOutput] = {}
-    with make_display(questions) as display:
+    show = show_panels if sys.stdout.isatty() else show_lines
+    with show(questions) as add:
         for output in llm.stream(prompts, params):
             index = int(output.request_id)
             last[index] = output
-            display.add(index, output.outputs[0].text, output.finished)
+            add(index, output.outputs[0].text, output.finished)
     return [last[index] for index in sorted(last)]
 
 
 def request_table(outputs: list[RequestOutput]) -> str:
     """One row a request: tokens in, from cache and out, TTFT, tokens/s."""
-    rows = [("request", "prompt", "cached", "output", "TTFT ms", "tok/s", "end")]
+    rows: list[tuple[str, ...]] = [
+        ("request", "prompt", "cached", "output", "TTFT ms", "tok/s", "end")
+    ]
     for index, output in enumerate(outputs):
         metrics = output.metrics
         assert metrics is not None, "the engine fills in metrics"
         ttft, tpot = metrics.ttft, metrics.tpot
-        rows.append(
-            (
-                str(index + 1),
-                str(len(output.prompt_token_ids)),
-                str(output.num_cached_tokens),
-                str(metrics.num_generation_tokens),
-                "-" if ttft is None else f"{ttft * 1e3:.0f}",
-                "-" if tpot is None else f"{1 / tpot:.1f}",
-                str(output.outputs[0].finish_reason),
-            )
+        numbers = (
+            index + 1,
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+            metrics.num_generation_tokens,
+            "-" if ttft is None else f"{ttft * 1e3:.0f}",
+            "-" if tpot is None else f"{1 / tpot:.1f}",
+            output.outputs[0].finish_reason,
         )
-    return _table(rows)
+        rows.append(tuple(map(str, numbers)))
+    return columns(rows) + "\n"
 
 
 def engine_table(outputs: list[RequestOutput], steps: list[SchedulerStats], elapsed: float) -> str:
@@ -92,32 +95,19 @@ def engine_table(outputs: list[RequestOutput], steps: list[SchedulerStats], elap
     produced = sum(out.metrics.num_generation_tokens for out in outputs if out.metrics)
     ran = [step for step in steps if step.num_scheduled_tokens]
     if not ran:
-        return _table([("output tokens/s, all requests", "0.0"), ("steps", "0")])
+        return columns([("output tokens/s, all requests", "0.0"), ("steps", "0")]) + "\n"
     prefill = sum(step.num_prefill_tokens for step in ran)
     decode = sum(step.num_scheduled_tokens for step in ran) - prefill
     mixed = sum(0 < step.num_prefill_tokens < step.num_scheduled_tokens for step in ran)
-    peak = max(ran, key=lambda step: step.num_blocks - step.num_free_blocks)
-    widest = max(step.num_scheduled_tokens for step in ran)
-    used = peak.num_blocks - peak.num_free_blocks
+    used = max(step.num_blocks - step.num_free_blocks for step in ran)
+    mean = f"{prefill / len(ran):.1f} prefill + {decode / len(ran):.1f} decode"
     rows = [
         ("output tokens/s, all requests", f"{produced / elapsed:.1f}"),
         ("steps", f"{len(ran)} ({mixed} mixed prefill and decode)"),
-        (
-            "batch, mean tokens a step",
-            f"{prefill / len(ran):.1f} prefill + {decode / len(ran):.1f} decode",
-        ),
-        ("batch, largest step", f"{widest} tokens"),
+        ("batch, mean tokens a step", mean),
+        ("batch, largest step", f"{max(step.num_scheduled_tokens for step in ran)} tokens"),
         ("requests at once", str(max(step.num_running for step in ran))),
-        ("KV blocks used at most", f"{used} of {peak.num_blocks}"),
+        ("KV blocks used at most", f"{used} of {ran[-1].num_blocks}"),
         ("prompt tokens from the prefix cache", f"{ran[-1].prefix_cache_hits}"),
     ]
-    return _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return columns(rows) + "\n"

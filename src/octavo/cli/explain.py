@@ -7,9 +7,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from octavo.bench.report import columns
 from octavo.bench.step import StepKind
 from octavo.bench.step_report import Row, machine_text, operation_rows, table
-from octavo.cli.options import add_engine_arguments, add_model_argument, at_least, engine_settings
+from octavo.cli import options
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.config.resolve import estimate_pool, finalise, make_args, resolve
@@ -21,62 +22,45 @@ from octavo.worker.device import probe_device
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    add_model_argument(parser)
+    options.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="a JSON list on stdout")
     step = parser.add_argument_group("what a step must do")
     step.add_argument("--step", action="store_true", help="bytes, FLOPs and ceilings by operation")
-    step.add_argument("--batch-size", type=int, default=1, metavar="N", help="requests [1]")
-    step.add_argument(
-        "--context", type=int, default=1024, metavar="N", help="tokens of each [1024]"
-    )
-    step.add_argument("--prefill", action="store_true", help="run all of these; else decode one")
-    step.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="of `bench step --output-json`: its step, and times",
-    )
-    add_engine_arguments(parser)
+    options.add_step_arguments(step)
+    what = "of `bench step --output-json`: its step, and times"
+    step.add_argument("--measured", type=Path, metavar="FILE", help=what)
+    options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line a decision, or one an operation."""
-    settings = make_args(engine_settings(args))
+    settings = make_args(options.engine_settings(args))
     if args.step or args.measured is not None:
         return explain_step(args, settings)
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
     config = finalise(config, *estimate_pool(config, facts))
-    if args.json:
-        rows = [{"name": d.name, "value": d.value, "reason": d.reason} for d in config.decisions]
-        print(json.dumps(rows))
-        return 0
-    width = max(len(decision.name) for decision in config.decisions)
-    value_width = max(len(decision.value) for decision in config.decisions)
-    for decision in config.decisions:
-        print(f"{decision.name:<{width}}  {decision.value:<{value_width}}  {decision.reason}")
+    rows = [dataclasses.asdict(decision) for decision in config.decisions]
+    print(json.dumps(rows) if args.json else columns([list(row.values()) for row in rows]))
     return 0
 
 
 def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     """Print what a step must do on this machine, beside what a measurement says that it took."""
-    at_least(1, args, "batch_size", "context")
+    options.at_least(1, args, "batch_size", "context")
     model = load_model_config(settings)
     if model.dtype == "float32":  # as `resolve` decides on a GPU
         model = dataclasses.replace(model, dtype="bfloat16")
-    kind = StepKind("prefill" if args.prefill else "decode", args.batch_size, args.context)
+    kind = StepKind(args.phase, args.batch_size, args.context)
     times: list[Row] = []
     if args.measured is not None:
         kind, times = read_measured(args.measured, model)
     machine = machine_for(probe_device(settings.device).name)
     costs = step_operations(model, kind.requests(kind.context), kind.batch_size)
     rows = operation_rows(costs, machine, times)
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        print(f"{kind.phase}, {kind.batch_size} x {kind.context} tokens, {model.dtype}")
-        print(f"{table(rows)}\n{machine_text(machine)}")
+    text = f"{kind.phase}, {kind.batch_size} x {kind.context} tokens, {model.dtype}\n"
+    print(json.dumps(rows) if args.json else f"{text}{table(rows)}\n{machine_text(machine)}")
     return 0
 
 

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import (
-    add_engine_arguments,
-    add_model_argument,
-    add_sampling_arguments,
-    engine_settings,
-    sampling_params,
-)
+from octavo.cli import options
 from octavo.errors import InvalidRequestError
 from octavo.llm import LLM
 from octavo.outputs import Logprob, RequestOutput
@@ -23,20 +17,20 @@ from octavo.outputs import Logprob, RequestOutput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    add_model_argument(parser)
+    options.add_model_argument(parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: read them from stdin")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user message")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
-    add_sampling_arguments(parser, max_tokens=128)
-    add_engine_arguments(parser)
+    options.add_sampling_arguments(parser, max_tokens=128)
+    options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 1 if a request ended with an error."""
     prompts = read_prompts(args)
-    params = sampling_params(args)
-    with LLM(**engine_settings(args)) as llm:
+    params = options.sampling_params(args)
+    with LLM(**options.engine_settings(args)) as llm:
         wrapped: Any = prompts
         if args.chat:
             wrapped = llm.render_chat([[{"role": "user", "content": text}] for text in prompts])
@@ -117,10 +111,6 @@ def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
 
 
 def _scores(entries: Any) -> list[dict[int, float] | None] | None:
-    if entries is None:
-        return None
-
-    def values(entry: dict[int, Logprob] | None) -> dict[int, float] | None:
-        return None if entry is None else {token: score.logprob for token, score in entry.items()}
-
-    return [values(entry) for entry in entries]
+    return entries and [
+        entry and {token: score.logprob for token, score in entry.items()} for entry in entries
+    ]

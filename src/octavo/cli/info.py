@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+from octavo.bench.report import columns
 from octavo.cli.options import add_engine_arguments, add_model_argument, engine_settings
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
@@ -32,12 +33,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     rows = {**describe(model, facts), **describe_pool(settings, model, facts)}
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        width = max(map(len, rows))
-        for name, value in rows.items():
-            print(f"{name.replace('_', ' '):<{width}}  {value}")
+    shown = [(name.replace("_", " "), str(value)) for name, value in rows.items()]
+    print(json.dumps(rows) if args.json else columns(shown))
     return 0
 
 

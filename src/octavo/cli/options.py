@@ -9,19 +9,19 @@ import errno
 import inspect
 import itertools
 import os
-import textwrap
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from octavo.config.engine import EngineArgs
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 
+# Without "seed": the engine's --seed already fixes every request that has none.
 SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop", "ignore_eos",
+    "repetition_penalty", "max_tokens", "min_tokens", "stop", "ignore_eos",
     "include_stop_str_in_output", "logprobs", "prompt_logprobs",
 )  # fmt: skip
 
@@ -33,12 +33,26 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
+    """An option that is an integer; its help shows the default."""
+    option = f"--{name.replace('_', '-')}"
+    parser.add_argument(option, type=int, default=default, metavar="N", help=f"{text} [{default}]")
+
+
+def add_step_arguments(parser: argparse._ActionsContainer) -> None:
+    """What kind of step `bench step` measures and `explain --step` explains."""
+    add_number(parser, "batch_size", 1, "requests of the step")
+    add_number(parser, "context", 1024, "tokens of a request: cached ones, or those of its prompt")
+    parser.add_argument(
+        "--prefill", dest="phase", action="store_const", const="prefill", default="decode",
+        help="run whole prompts; else decode",
+    )  # fmt: skip
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for every engine setting but the model."""
-    group = parser.add_argument_group("engine settings")
-    for name in (field.name for field in dataclasses.fields(EngineArgs)):
-        if name != "model":
-            _add(group, EngineArgs, name)
+    names = [field.name for field in dataclasses.fields(EngineArgs) if field.name != "model"]
+    _add_fields(parser.add_argument_group("engine settings"), EngineArgs, names, {})
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -48,66 +62,51 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_arguments(
-    parser: argparse.ArgumentParser,
-    fields: Sequence[str] = SAMPLING_FIELDS,
-    **defaults: Any,
+    parser: argparse.ArgumentParser, fields: Sequence[str] = SAMPLING_FIELDS, **defaults: Any
 ) -> None:
     """Options for the sampling parameters `fields`; `defaults` replace theirs."""
     group = parser.add_argument_group("sampling parameters")
-    for name in fields:
-        if name != "seed":  # the engine's --seed already fixes every request that has none
-            _add(group, SamplingParams, name, **defaults)
+    _add_fields(group, SamplingParams, fields, defaults)
     parser.set_defaults(sampling_defaults=defaults)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """SamplingParams out of parsed options. Raises InvalidRequestError naming the field."""
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if name in SAMPLING_FIELDS and name != "seed"
-    }
+    given = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     return SamplingParams(**{**args.sampling_defaults, **given})
 
 
-def _add(group: argparse._ArgumentGroup, owner: type, name: str, **defaults: Any) -> None:
-    """One option; it is absent from the namespace unless given, so defaults stay in one place."""
-    hint = get_type_hints(owner)[name]
-    default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
-    default = defaults.get(name, default)
-    shown = "" if default is None else f" [{default}]"
-    options: dict[str, Any] = {
-        "default": argparse.SUPPRESS,
-        "help": (_field_docs(owner).get(name, "") + shown).replace("%", "%%").strip(),
-    }
-    kinds = [hint]
-    if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    if bool in kinds:
-        options["action"] = argparse.BooleanOptionalAction
-    elif get_origin(kinds[0]) is Literal:
-        options["choices"] = get_args(kinds[0])
-    elif name == "stop":
-        options |= {"action": "append", "metavar": "TEXT"}
-    else:
-        kind = next(kind for kind in kinds if kind in (int, float, str))
-        options |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
-    group.add_argument(f"--{name.replace('_', '-')}", **options)
+def _add_fields(
+    group: argparse._ArgumentGroup, owner: type, names: Sequence[str], defaults: dict[str, Any]
+) -> None:
+    """One option a field; absent from the namespace unless given, so defaults stay in one place."""
+    hints, docs = get_type_hints(owner), _field_docs(owner)
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)} | defaults
+    for name in names:
+        shown = "" if defaults[name] is None else f" [{defaults[name]}]"
+        options: dict[str, Any] = {"help": (docs.get(name, "") + shown).replace("%", "%%").strip()}
+        kinds = get_args(hints[name]) or (hints[name],)
+        if bool in kinds:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(kinds[0], str):  # of a Literal
+            options["choices"] = kinds
+        elif name == "stop":
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            kind = next(kind for kind in kinds if kind in (int, float, str))
+            options |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
 
 
 def _field_docs(owner: type) -> dict[str, str]:
     """Docstrings that stand under the fields of a dataclass."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    [tree] = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(tree, ast.ClassDef)
     docs = {}
-    for field, after in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            docs[field.target.id] = str(after.value.value)
+    for pair in itertools.pairwise(tree.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docs[name] = text
     return docs
 
 
@@ -120,28 +119,26 @@ def at_least(low: int, args: argparse.Namespace, *names: str) -> None:
 
 def check_writable(option: str, path: Path) -> None:
     """Raises ConfigError naming the option if no file can be written there. Leaves no trace."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists():
-            # Not opened: the other end of a pipe would take that for the whole message.
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        else:
+    with _naming(option, path):
+        if not path.exists():
             target = path.resolve()
             target.touch(exist_ok=False)
             target.unlink()
-    except OSError as error:
-        raise _cannot_write(option, path, error) from None
+        elif path.is_dir() or not os.access(path, os.W_OK):
+            # Not opened: the other end of a pipe would take that for the whole message.
+            number = errno.EISDIR if path.is_dir() else errno.EACCES
+            raise OSError(number, os.strerror(number))
 
 
 def write_text(option: str, path: Path, text: str) -> None:
     """Write the file. Raises ConfigError naming the option if that fails."""
-    try:
+    with _naming(option, path):
         path.write_text(text, "utf-8")
+
+
+@contextmanager
+def _naming(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _cannot_write(option, path, error) from None
-
-
-def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{option}: cannot write {path}: {error.strerror or error}")
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from None

@@ -6,9 +6,11 @@ Resolved sections are frozen and never written back; `config/resolve.py` makes t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from octavo.config.model import ModelConfig
+from octavo.errors import ConfigError
+from octavo.sampling_params import show
 
 LinearBackend = Literal["tiled", "cublas", "fixed"]
 """How x W^T is computed: tiled on a CPU; on a GPU cuBLAS, or one Triton arithmetic for any rows."""
@@ -59,6 +61,38 @@ class EngineArgs:
     """Jinja source or a path to it; None: the model's own."""
     skip_tokenizer_init: bool = False
     """Work on token ids only."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming a setting that is of the wrong kind or can be right nowhere."""
+        for name, hint in get_type_hints(EngineArgs).items():
+            value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            low, high = _RANGES.get(name, (1, MAX_COUNT))
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if isinstance(kinds[0], str):  # of a Literal
+                right, rule = value in kinds, f"one of {', '.join(kinds)}"
+            elif bool in kinds:
+                right, rule = isinstance(value, bool), "true or false"
+            elif str in kinds:
+                right, rule = isinstance(value, str), "text"
+            elif float in kinds:
+                right, rule = is_number and 0 < value <= 1, "in (0, 1]"
+            else:
+                right = is_number and isinstance(value, int) and low <= value <= high
+                rule = f"an integer from {low} to {high}"
+            if not right and not (value is None and type(None) in kinds):
+                raise ConfigError(f"{name}={show(value)} must be {rule}")
+
+
+MAX_COUNT = 2**31 - 1
+# Of integer settings: others are from 1 to MAX_COUNT.
+_RANGES = {
+    "seed": (-(2**63), 2**64 - 1),
+    "long_prefill_token_threshold": (0, MAX_COUNT),
+    "block_size": (1, 4096),  # larger blocks waste memory and no request can share them
+    "kv_cache_memory_bytes": (1, 2**63 - 1),
+    "num_gpu_blocks_override": (2, MAX_COUNT),
+    "max_logprobs": (-1, MAX_COUNT),
+}
 
 
 @dataclass(frozen=True, slots=True)

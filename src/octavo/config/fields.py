@@ -23,12 +23,17 @@ class FieldReader:
     def error(self, key: str, text: str) -> ConfigError:
         return ConfigError(f"{self.where}: {key}: {text}")
 
-    def count(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-        """An integer from 1 to `limit`. Per-layer lists are refused: all layers must be alike."""
+    def get(self, key: str, default: Any = None) -> Any:
+        """What the config says for the key, or `default` if that is nothing."""
         value = self.config.get(key)
         value = default if value is None else value
         if value is None:
             raise self.error(key, "missing")
+        return value
+
+    def count(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """An integer from 1 to `limit`. Per-layer lists are refused: all layers must be alike."""
+        value = self.get(key, default)
         if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
             raise self.error(key, f"differs per layer ({shown(value)}), which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -39,17 +44,11 @@ class FieldReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number that a float32 holds."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(key, "missing")
-        return self.checked(key, value)
+        return self.checked(key, self.get(key, default))
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` such numbers."""
-        values = self.config.get(key)
-        if values is None:
-            raise self.error(key, "missing")
+        values = self.get(key)
         if not isinstance(values, list) or len(values) != count:
             raise self.error(key, f"{shown(values)} is not a list of {count} numbers")
         return tuple(self.checked(key, value) for value in values)
@@ -62,12 +61,12 @@ class FieldReader:
             raise self.error(key, f"{shown(value)} is not positive and finite in float32")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        """A boolean; missing or null is False."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
             raise self.error(key, f"{shown(value)} is not true or false")
-        return bool(value)
+        return value
 
 
 def token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:

@@ -14,32 +14,26 @@ _CGROUP_FILES = (
 
 def available_memory() -> int:
     """Bytes that can be taken without swapping: MemAvailable, or what the container has left."""
-    available = int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _read_int(limit_file), _read_int(usage_file)
-        if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if said := _value("/proc/meminfo", "MemAvailable:"):
+        available = int(said.split()[0]) * 1024
+    for files in _CGROUP_FILES:
+        limit, usage = (_value(file) for file in files)
+        if limit.isdigit() and usage.isdigit():
+            available = min(available, max(0, int(limit) - int(usage)))
     return available
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def cpu_name() -> str:
     """The processor's model name."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    said = _value("/proc/cpuinfo", "model name")
+    return said.lstrip("\t :") or platform.processor() or platform.machine()
+
+
+def _value(path: str, name: str = "") -> str:
+    """The rest of the first line that begins with `name`; empty without such a line or file."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")

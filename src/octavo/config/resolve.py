@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from octavo.config.engine import (
     CacheConfig,
@@ -17,11 +17,9 @@ from octavo.config.engine import (
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError
 from octavo.logging import get_logger
-from octavo.sampling_params import show
 
 logger = get_logger(__name__)
 
-MAX_COUNT = 2**31 - 1
 MAX_VOCAB = 2**19  # whose fixed-point sums fit in 63 bits (sample/logprobs.py)
 AS_GIVEN = "as given"
 CPU_POOL_BYTES = 4 << 30
@@ -29,7 +27,6 @@ CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
 GPU_MEMORY_UTILIZATION = 0.92  # as vLLM's
 GPU_HEAD_DIMS = (64, 96, 128, 256)
 GPU_BLOCK_SIZES = (16, 32, 64, 128, 256)
-MAX_BLOCK_SIZE = 4096  # of any device: larger blocks waste memory and no request can share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,67 +45,61 @@ class DeviceFacts:
 class _Log:
     """Collects one Decision per setting."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
         self.decisions: list[Decision] = []
 
-    def pick(self, name: str, given: Any, default: Any, reason: str) -> Any:
-        """The given value, or the default with its reason; noted either way."""
-        value = default if given is None else given
-        self.decisions.append(Decision(name, str(value), reason if given is None else AS_GIVEN))
-        return value
-
-    def keep(self, args: EngineArgs, name: str) -> None:
-        """Note a setting that has a fixed default."""
-        value, default = getattr(args, name), EngineArgs.__dataclass_fields__[name].default
-        reason = "the default" if value == default else AS_GIVEN
+    def pick(self, name: str, default: Any = None, reason: str = "the default") -> Any:
+        """The setting if one was given, else `default` or its fixed default; noted either way."""
+        value, fixed = getattr(self._args, name), EngineArgs.__dataclass_fields__[name].default
+        if value != fixed:
+            reason = AS_GIVEN
+        elif default is not None:
+            value = default
         self.decisions.append(Decision(name, str(value), reason))
+        return value
 
 
 def make_args(settings: dict[str, Any]) -> EngineArgs:
-    """EngineArgs from keyword arguments; unknown names and wrong kinds raise ConfigError."""
+    """EngineArgs from keyword arguments; unknown names raise ConfigError too."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(set(settings) - known):
         raise ConfigError(
             f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    args = EngineArgs(**settings)
-    for name, hint in get_type_hints(EngineArgs).items():
-        value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)
-        if all(isinstance(kind, str) for kind in kinds):
-            if value not in kinds:
-                raise ConfigError(f"{name}={value!r} is not one of {', '.join(kinds)}")
-        elif bool in kinds and not isinstance(value, kinds):
-            raise ConfigError(f"{name}={value!r} must be true or false")
-        elif str in kinds and not isinstance(value, kinds):
-            raise ConfigError(f"{name}={value!r} must be text")
-    return args
+    return EngineArgs(**settings)
 
 
 def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:
     """Decide every setting. Raises ConfigError naming the setting that cannot work."""
-    log = _Log()
-    log.pick("device", None if args.device == "auto" else args.device, facts.kind, facts.name)
+    log = _Log(args)
+    log.pick("device", facts.kind, facts.name)
     dtype_reason = "as stored; bfloat16 if quantised"
     if facts.kind == "cuda":
         if args.dtype == "auto" and model.dtype == "float32":
             model = dataclasses.replace(model, dtype="bfloat16")
             dtype_reason = "stored as float32, which the GPU kernels do not take"
         _check_gpu_shapes(args, model)
-    log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, dtype_reason)
+    log.pick("dtype", model.dtype, dtype_reason)
     linear_backend = _resolve_linear_backend(args, facts, log)
-    log.keep(args, "enforce_eager")
+    log.pick("enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
     if model.rope.kind == "longrope":
         model = _resolve_longrope(model, scheduler.max_model_len, log)
-    cache = _resolve_cache(args, facts, log)
-    _integer("seed", args.seed, -(2**63), 2**64 - 1)
-    log.keep(args, "seed")
-    _integer("max_logprobs", args.max_logprobs, -1)
-    log.keep(args, "max_logprobs")
+    share = args.gpu_memory_utilization
+    if facts.kind == "cuda":
+        share = log.pick("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
+    for name in ("block_size", "enable_prefix_caching", "seed", "max_logprobs"):
+        log.pick(name)
     return EngineConfig(
         model=model,
-        cache=cache,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            enable_prefix_caching=args.enable_prefix_caching,
+            gpu_memory_utilization=share,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            num_blocks_override=args.num_gpu_blocks_override,
+        ),
         scheduler=scheduler,
         device=facts.kind,
         seed=args.seed,
@@ -142,16 +133,14 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
 
 
 def _resolve_linear_backend(args: EngineArgs, facts: DeviceFacts, log: _Log) -> LinearBackend:
-    given = None if args.linear_backend == "auto" else args.linear_backend
+    tiled = args.linear_backend == "tiled"
+    if args.linear_backend != "auto" and tiled != (facts.kind == "cpu"):
+        only = "a CPU" if tiled else "a GPU"
+        raise ConfigError(f"linear_backend={args.linear_backend!r} runs on {only} only")
+    default, reason = "fixed", "one arithmetic for any batch; cublas is faster, not repeatable"
     if facts.kind == "cpu":
-        if given not in (None, "tiled"):
-            raise ConfigError(f"linear_backend={given!r} runs on a GPU only")
         default, reason = "tiled", "fixed row tiles: results do not depend on the batch"
-    else:
-        if given == "tiled":
-            raise ConfigError("linear_backend='tiled' runs on a CPU only")
-        default, reason = "fixed", "one arithmetic for any batch; cublas is faster, not repeatable"
-    picked: LinearBackend = log.pick("linear_backend", given, default, reason)
+    picked: LinearBackend = log.pick("linear_backend", default, reason)
     return picked
 
 
@@ -159,26 +148,17 @@ def _resolve_scheduler(
     args: EngineArgs, model: ModelConfig, facts: DeviceFacts, log: _Log
 ) -> SchedulerConfig:
     limit = model.max_position_embeddings
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-        if (value := getattr(args, name)) is not None:
-            _integer(name, value, 1)
-    _integer("long_prefill_token_threshold", args.long_prefill_token_threshold, 0)
-    max_model_len = log.pick("max_model_len", args.max_model_len, limit, "the model's context")
+    max_model_len = log.pick("max_model_len", limit, "the model's context")
     if max_model_len > limit:
         raise ConfigError(
             f"max_model_len={max_model_len} is more than the model's context of {limit}"
         )
-    if facts.kind == "cuda":
-        seqs, tokens, reason = 256, 8192, "enough to fill the GPU's tensor cores"
-    else:
+    seqs, tokens, reason = 256, 8192, "enough to fill the GPU's tensor cores"
+    if facts.kind == "cpu":
         seqs, tokens = 64, 512
         reason = "about half a second of prefill on a CPU, so that running streams stay smooth"
-    max_num_seqs = log.pick(
-        "max_num_seqs", args.max_num_seqs, seqs, f"default on a {facts.kind.upper()}"
-    )
-    budget = log.pick(
-        "max_num_batched_tokens", args.max_num_batched_tokens, max(tokens, max_num_seqs), reason
-    )
+    max_num_seqs = log.pick("max_num_seqs", seqs, f"default on a {facts.kind.upper()}")
+    budget = log.pick("max_num_batched_tokens", max(tokens, max_num_seqs), reason)
     if budget < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
@@ -191,11 +171,9 @@ def _resolve_scheduler(
             f"{slot_bytes / 2**30:.1f} GiB for their tokens alone; "
             f"{facts.available_bytes / 2**30:.1f} GiB are free"
         )
-    log.keep(args, "long_prefill_token_threshold")
-    log.keep(args, "scheduling_policy")
-    overlap = log.pick(
-        "async_scheduling", args.async_scheduling, True, "planning hides behind the running step"
-    )
+    log.pick("long_prefill_token_threshold")
+    log.pick("scheduling_policy")
+    overlap = log.pick("async_scheduling", True, "planning hides behind the running step")
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -212,30 +190,8 @@ def _resolve_longrope(model: ModelConfig, max_model_len: int, log: _Log) -> Mode
     original = model.rope.original_max_position_embeddings
     chosen, relation = ("long", "beyond") if max_model_len > original else ("short", "within")
     reason = f"max_model_len={max_model_len} is {relation} the original context of {original}"
-    log.pick("longrope_factors", None, chosen, reason)
+    log.decisions.append(Decision("longrope_factors", chosen, reason))
     return model.for_context(max_model_len)
-
-
-def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConfig:
-    _integer("block_size", args.block_size, 1, MAX_BLOCK_SIZE)
-    share = args.gpu_memory_utilization
-    if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
-        raise ConfigError(f"gpu_memory_utilization={share!r} is not in (0, 1]")
-    if args.kv_cache_memory_bytes is not None:
-        _integer("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1, 2**63 - 1)
-    if args.num_gpu_blocks_override is not None:
-        _integer("num_gpu_blocks_override", args.num_gpu_blocks_override, 2)
-    if facts.kind == "cuda":
-        share = log.pick("gpu_memory_utilization", share, GPU_MEMORY_UTILIZATION, "the default")
-    log.keep(args, "block_size")
-    log.keep(args, "enable_prefix_caching")
-    return CacheConfig(
-        block_size=args.block_size,
-        enable_prefix_caching=args.enable_prefix_caching,
-        gpu_memory_utilization=share,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-        num_blocks_override=args.num_gpu_blocks_override,
-    )
 
 
 def size_kv_pool(
@@ -320,8 +276,3 @@ def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineCon
     for decision in decisions:
         logger.info("%s = %s (%s)", decision.name, decision.value, decision.reason)
     return dataclasses.replace(config, scheduler=scheduler, decisions=tuple(decisions))
-
-
-def _integer(name: str, value: Any, low: int, high: int = MAX_COUNT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={show(value)} must be an integer from {low} to {high}")

@@ -112,12 +112,16 @@ def read_rope(
         return replace(rope, factor=inner.number("factor"))
     if kind == "dynamic":
         return _dynamic(rope, inner, head_dim, declared)
-    original = _original_context(inner, read, architecture, declared)
+    # Phi-3 writes it beside the section, which then counts, as in transformers.
+    key = "original_max_position_embeddings"
+    outer = read if config.get(key) is not None else inner
+    default = _PHI3_ORIGINAL_CONTEXT if architecture == _PHI3 else declared
+    rope = replace(rope, original_max_position_embeddings=outer.count(key, default=default))
     if kind == "llama3":
-        return _llama3(rope, inner, original)
+        return _llama3(rope, inner)
     if kind == "yarn":
-        return _yarn(rope, inner, original, declared)
-    return _longrope(rope, inner, original, declared, rope.rotary_dim(head_dim) // 2)
+        return _yarn(rope, inner, declared)
+    return _longrope(rope, inner, declared, rope.rotary_dim(head_dim) // 2)
 
 
 def _kind(inner: FieldReader, key: str, read: FieldReader, architecture: str) -> str:
@@ -148,26 +152,11 @@ def _partial_rotary_factor(
     key = "partial_rotary_factor"
     partial = inner.number(key, default=read.number(key, default=1.0))
     if partial != 1.0 and architecture != _PHI3:
-        raise ModelLoadError(
-            f"{read.where}: partial_rotary_factor={partial} is not supported for {architecture}"
-        )
+        raise ModelLoadError(f"{read.where}: {key}={partial} is not supported for {architecture}")
     size = int(head_dim * min(partial, 2.0))
     if partial > 1.0 or size < 2 or size % 2:
-        raise read.error(
-            "partial_rotary_factor", f"{partial} of head_dim={head_dim} is no even number within it"
-        )
+        raise read.error(key, f"{partial} of head_dim={head_dim} is no even number within it")
     return partial
-
-
-def _original_context(
-    inner: FieldReader, read: FieldReader, architecture: str, declared: int
-) -> int:
-    """Phi-3 writes it beside the section, which then counts, as in transformers."""
-    key = "original_max_position_embeddings"
-    default = _PHI3_ORIGINAL_CONTEXT if architecture == _PHI3 else declared
-    if read.config.get(key) is not None:
-        return read.count(key)
-    return inner.count(key, default=default)
 
 
 def _factor(inner: FieldReader, default: float | None = None) -> float:
@@ -193,23 +182,20 @@ def _dynamic(rope: RopeConfig, inner: FieldReader, head_dim: int, declared: int)
     return replace(rope, theta=inner.checked("factor", theta))
 
 
-def _llama3(rope: RopeConfig, inner: FieldReader, original: int) -> RopeConfig:
+def _llama3(rope: RopeConfig, inner: FieldReader) -> RopeConfig:
     low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
     if low >= high:
         raise inner.error("low_freq_factor", f"{low} must be below high_freq_factor={high}")
-    return replace(
-        rope,
-        factor=inner.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=original,
+    factor = inner.number("factor")
+    return replace(rope, factor=factor, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(rope: RopeConfig, inner: FieldReader, declared: int) -> RopeConfig:
+    factor = _factor(inner, max(1.0, declared / rope.original_max_position_embeddings))
+    fast, slow = (
+        inner.number("beta_fast", rope.beta_fast),
+        inner.number("beta_slow", rope.beta_slow),
     )
-
-
-def _yarn(rope: RopeConfig, inner: FieldReader, original: int, declared: int) -> RopeConfig:
-    factor = _factor(inner, default=max(1.0, declared / original))
-    fast = inner.number("beta_fast", default=32.0)
-    slow = inner.number("beta_slow", default=1.0)
     if fast < slow:
         raise inner.error("beta_fast", f"{fast} is below beta_slow={slow}")
     if rope.theta <= 1.0:
@@ -222,17 +208,15 @@ def _yarn(rope: RopeConfig, inner: FieldReader, original: int, declared: int) ->
     return replace(
         rope,
         factor=factor,
-        original_max_position_embeddings=original,
         attention_factor=inner.number("attention_factor", default=attention),
         beta_fast=fast,
         beta_slow=slow,
-        truncate=inner.config.get("truncate") is None or inner.flag("truncate"),
+        truncate=inner.flag("truncate", default=True),
     )
 
 
-def _longrope(
-    rope: RopeConfig, inner: FieldReader, original: int, declared: int, pairs: int
-) -> RopeConfig:
+def _longrope(rope: RopeConfig, inner: FieldReader, declared: int, pairs: int) -> RopeConfig:
+    original = rope.original_max_position_embeddings
     factor = inner.number("factor", default=declared / original)
     if original < 2:
         raise inner.error("original_max_position_embeddings", f"{original} is below 2")
@@ -240,7 +224,6 @@ def _longrope(
     return replace(
         rope,
         factor=factor,
-        original_max_position_embeddings=original,
         attention_factor=inner.number("attention_factor", default=attention),
         short_factor=inner.numbers("short_factor", pairs),
         long_factor=inner.numbers("long_factor", pairs),

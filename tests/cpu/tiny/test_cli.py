@@ -17,7 +17,7 @@ import tokenizers
 
 from octavo import LLM, SamplingParams
 from octavo.bench.datasets import check_produced
-from octavo.bench.throughput import run_throughput
+from octavo.bench.offline import run_throughput
 from octavo.cli import chat as cli_chat
 from octavo.cli import demo, info, main
 from octavo.cli.chat import Session
