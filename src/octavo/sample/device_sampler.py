@@ -8,6 +8,7 @@ one kernel for greedy rows, one more for random ones, one for cuts, one for scor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +80,8 @@ class _Plan:
     scored: list[int]
     top: list[tuple[int, list[int], Tensor]]
     """How many tokens, rows, and the rows on the device, int64."""
+    ready: dict[int, tuple[Tensor, Tensor, list[Callable[[], None]]]] = field(default_factory=dict)
+    """By turn: logits that stay at their address, their results, and the kernels bound to both."""
 
 
 class DeviceSampler:
@@ -125,6 +128,7 @@ class DeviceSampler:
         num_tokens: Tensor,
         num_prompt_tokens: Tensor,
         write_back: bool = True,
+        repeats: bool = False,
     ) -> DeviceSample:
         """Queue the sampling of one token for each row; the slots of the rows are distinct.
 
@@ -132,13 +136,18 @@ class DeviceSampler:
         rows: the same on the device, (rows,) int32 or int64; history: (max_num_seqs, max_model_len)
         int32 contiguous; num_tokens, num_prompt_tokens: (max_num_seqs,) int32 by slot, as known
         before the sampled tokens. write_back: append each token to its history, also the 0 of a
-        failed row. The first launch with a new mix of features compiles kernels.
+        failed row. repeats: this very logits tensor will be given again, and the other tensors stay
+        where they are. The first launch with a new mix of features compiles kernels.
         """
         num_rows = len(slots_host)
         assert logits.shape == (num_rows, self._vocab_size)
         assert num_rows <= self._max_num_seqs
         plan = self._plan_of(slots_host, state)
         self._turn = (self._turn + 1) % RESULTS_KEPT
+        if (ready := plan.ready.get(self._turn)) is not None and ready[0] is logits:
+            for kernel in ready[2]:
+                kernel()
+            return DeviceSample(ready[1])
         host = self._host[self._turn]
         sample = DeviceSample(host[:num_rows], plan.scored)
         if not num_rows:
@@ -153,11 +162,16 @@ class DeviceSampler:
         history_len = history.shape[1] if write_back else 0
         shared = *raw, work, work_rows, *request, history, num_tokens, history_len
         grid = self._num_chunks, num_rows
-        self._scan(grid, *shared)
+        kernels = [self._scan.bind(grid, *shared)]
         if plan.features & Feature.ANY_RANDOM:
-            self._draw(grid, *shared, self._block_bounds)
+            kernels.append(self._draw.bind(grid, *shared, self._block_bounds))
         if plan.features & Feature.RANDOM_CUT:
-            self._cut((num_rows,), *shared, self._block_bounds, self._lists)
+            lists = self._block_bounds, self._lists
+            kernels.append(self._cut.bind((num_rows,), *shared, *lists))
+        for kernel in kernels:
+            kernel()
+        if repeats and not (plan.edits or plan.scored):
+            plan.ready[self._turn] = logits, sample.results, kernels
         if plan.scored:
             norms = torch.zeros(num_rows, 2, dtype=torch.float32, device=self._device)
             self._score(grid, *raw, *request, norms)

@@ -146,6 +146,7 @@ class GpuModelRunner(ModelRunner):
             self.slots.token_ids,
             self.slots.num_tokens,
             self.slots.num_prompt_tokens,
+            repeats=batch.bucket is not None,
         )
 
     def _mark(self) -> torch.cuda.Event:

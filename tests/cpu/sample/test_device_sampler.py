@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from octavo.kernels.triton import sampling_cut, sampling_noise
-from octavo.sample.device_sampler import DeviceSampler
+from octavo.sample.device_sampler import RESULTS_KEPT, DeviceSampler
 from octavo.sample.state import Column, Feature
 from tests.cpu.kernels.triton.interpreter_repairs import repair
 from tests.cpu.sample.helpers import EOS, MIX, Batch, mixed, request
@@ -224,6 +224,28 @@ def test_tokens_are_appended_to_the_histories() -> None:
             batch.num_tokens[slot] += 1
     assert torch.equal(history, batch.history)
     assert num_tokens.tolist() == batch.num_tokens
+
+
+def test_launches_that_repeat_sample_what_stands_there_now() -> None:
+    """CUDA graphs leave each step's logits at one address: more steps than results are kept for."""
+    batch, slots = Batch(256), [2, 0, 1]
+    for slot, params in enumerate(({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.6})):
+        batch.put(slot, request(slot, **params))
+    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int32)
+    history, prompts = batch.history.clone(), torch.tensor(batch.prompt_len, dtype=torch.int32)
+    sampler, rows = DeviceSampler(16, 256, torch.device("cpu")), torch.tensor(slots)
+    generator, logits = torch.Generator().manual_seed(3), torch.empty(3, 256)
+    for _ in range(2 * RESULTS_KEPT + 1):
+        logits.copy_(torch.randn(3, 256, generator=generator) * 3)
+        expected = batch.sample(logits, slots).token_ids.tolist()
+        sample = sampler.launch(
+            logits, slots, rows, batch.state, history, num_tokens, prompts, repeats=True
+        )
+        assert sample.collect().token_ids == expected
+        for slot, token in zip(slots, expected, strict=True):
+            batch.history[slot, batch.num_tokens[slot]] = token
+            batch.num_tokens[slot] += 1
+    assert torch.equal(history, batch.history)
 
 
 def test_a_plan_is_kept_only_while_slots_and_settings_are_the_same() -> None:
