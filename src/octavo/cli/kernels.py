@@ -1,17 +1,20 @@
-"""`octavo kernels`: the matmul kernel lab. This module owns its arguments, `list`, `bench`, `device`.
-
-What needs no measurement (asm, roofline, occupancy, report) is in `kernels_inspect`.
-"""
+"""`octavo kernels`: the matmul kernel lab. Only `bench` and `device` measure, and need a GPU."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from octavo.cli import kernels_inspect
 from octavo.errors import KernelError
-from octavo.inspect import device_view
-from octavo.kernels.matmul.registry import RUNGS
+from octavo.inspect import device_view, figures, figures_tiles, report, report_data
+from octavo.inspect.asm import Assembly, Note, assemble
+from octavo.inspect.asm_html import render_html
+from octavo.inspect.asm_text import note_lines, render_text
+from octavo.inspect.drawing import SERIES, svg
+from octavo.inspect.notes import notes
+from octavo.kernels.matmul import quantization, roofline
+from octavo.kernels.matmul.occupancy import MAX_WARPS, occupancy
+from octavo.kernels.matmul.registry import RUNGS, Rung, rung
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,25 +33,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--rounds", type=int, default=7, help="samples of each rung")
     bench.add_argument("--out", type=Path, help="write the result as JSON, for `report`")
     bench.set_defaults(action_run=run_bench)
-    kernels_inspect.add_actions(actions)
+    asm = actions.add_parser("asm", help="source, PTX and SASS side by side, with remarks")
+    asm.add_argument("name", help="a rung (number or name) or a .cu file")
+    asm.add_argument("--kernel", help="which entry function, when there are several")
+    asm.add_argument("--notes", action="store_true", help="only the remarks")
+    asm.add_argument("--all", action="store_true", help="every SASS instruction, nothing folded")
+    asm.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of text")
+    asm.set_defaults(action_run=run_asm)
+    roof = actions.add_parser("roofline", help="what bounds a GEMM, and how fast it can be")
+    for size in "mnk":
+        roof.add_argument(size, type=positive)
+    roof.add_argument("--dtype", choices=list(roofline.FLOPS_PER_CLOCK), default="bf16")
+    roof.add_argument("--device", choices=list(roofline.DEVICES), default="h200")
+    roof.add_argument("--clock", type=positive, metavar="MHZ", help="default: the data sheet's")
+    roof.add_argument("--tile", type=positive, nargs=2, default=[128, 256], metavar=("BM", "BN"))
+    roof.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
+    roof.set_defaults(action_run=run_roofline)
+    fit = actions.add_parser("occupancy", help="how many CTAs fit on an SM, and what limits them")
+    fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
+    fit.add_argument("--threads", type=positive)
+    fit.add_argument("--registers", type=positive, help="a thread")
+    fit.add_argument("--smem", type=int, default=0, help="bytes a CTA")
+    fit.set_defaults(action_run=run_occupancy)
+    page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
+    page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
+    page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
+    page.add_argument("--out", type=Path, default=Path("ladder.html"))
+    page.add_argument("--code", action="store_true", help="compile all rungs: registers, remarks")
+    page.add_argument("--asm", nargs="+", metavar="RUNG", help="and write asm pages of these")
+    page.add_argument("--figures", type=Path, metavar="DIR", help="write the docs' SVG pictures")
+    page.set_defaults(action_run=run_report)
 
 
 def run(args: argparse.Namespace) -> int:
     return int(args.action_run(args))
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def find_rung(name: str) -> Rung:
+    """A rung by number ("2", "02") or name. Raises KernelError for any other."""
+    try:
+        return rung(int(name) if name.isdecimal() else name)
+    except KeyError as error:
+        raise KernelError(f"no rung {name!r}; `octavo kernels list` shows them") from error
+
+
 def run_list(args: argparse.Namespace) -> int:
-    print(
-        f"{'rung':26s} {'dtype':5s} {'tile':12s} {'threads':>7s} {'stages':>6s} {'cluster':>7s}  title"
-    )
+    row = "{:26s} {:5s} {:12s} {:>7} {:>6} {:>7}  {}".format
+    print(row("rung", "dtype", "tile", "threads", "stages", "cluster", "title"))
     for one in RUNGS:
         tile = f"{one.block_m}x{one.block_n}x{one.block_k}" if one.kind == "matmul" else "-"
-        print(
-            f"{one.name:26s} {one.dtype:5s} {tile:12s} {one.threads:7d} {one.stages:6d}"
-            f" {one.cluster:7d}  {one.title}"
-        )
+        print(row(one.name, one.dtype, tile, one.threads, one.stages, one.cluster, one.title))
         if args.long:
-            print(f"{'':4s}Idea: {one.idea}\n{'':4s}Limiter: {one.limiter}\n")
+            print(f"    Idea: {one.idea}\n    Limiter: {one.limiter}\n")
     return 0
 
 
@@ -64,7 +107,7 @@ def run_bench(args: argparse.Namespace) -> int:
     require_gpu("bench")
     from octavo.bench import ladder
 
-    chosen = [kernels_inspect.find_rung(name) for name in args.rungs] or list(RUNGS)
+    chosen = [find_rung(name) for name in args.rungs] or list(RUNGS)
     document = ladder.run_ladder(
         args.sizes,
         chosen,
@@ -88,4 +131,114 @@ def run_device(args: argparse.Namespace) -> int:
     if args.out:
         ladder.write(document, args.out)
         print(f"wrote {args.out}")
+    return 0
+
+
+def _assemble(name: str, kernel: str | None = None) -> tuple[Assembly, dict[str, str]]:
+    """A rung or a file, with the title and the introduction of its page."""
+    if name.endswith(".cu"):
+        path = Path(name)
+        try:
+            return assemble(path.read_text(), path.name, kernel), {"title": path.name}
+        except OSError as error:
+            raise KernelError(f"cannot read {name}: {error.strerror}") from error
+    found = find_rung(name)
+    built = assemble(found.source, found.path.name, kernel or found.entry)
+    return built, {"title": f"{found.number:02d} {found.title}", "intro": found.idea}
+
+
+def run_asm(args: argparse.Namespace) -> int:
+    assembly, about = _assemble(args.name, args.kernel)
+    remarks = notes(assembly)
+    if args.html:
+        _write(args.html, render_html(assembly, remarks, **about))
+    elif args.notes:
+        print("\n".join(note_lines(remarks)))
+    else:
+        print(render_text(assembly, remarks, most=0 if args.all else 6), end="")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    print(f"wrote {path} ({len(text) // 1024} KB)")
+
+
+def run_roofline(args: argparse.Namespace) -> int:
+    device, size = roofline.DEVICES[args.device], (args.m, args.n, args.k)
+    name, clock = "{} x {} x {}".format(*size), args.clock or device.spec_clock
+    roof = roofline.device_roofline(device, args.dtype, clock)
+    width = roofline.ELEMENT_BYTES[args.dtype]
+    flops = roofline.gemm_flops(*size)
+    traffic = roofline.gemm_bytes(*size, element_bytes=width, out_bytes=2 if width < 4 else 4)
+    intensity = flops / traffic
+    speed = roof.attainable(intensity) / 1e12
+    block_m, block_n = args.tile
+    tiles = quantization.tile_quantization(args.m, args.n, block_m, block_n)
+    waves = quantization.wave_quantization(tiles.tiles, device.num_sms)
+    print(
+        f"""{name} {args.dtype} on {device.name} at {clock} MHz
+  work        {flops / 1e9:.2f} GFLOP, {traffic / 1e6:.2f} MB at least
+  intensity   {intensity:.1f} FLOP/byte; the ridge is at {roof.ridge_point:.1f}
+  peak        {roof.flops_per_s / 1e12:.0f} TFLOP/s, {roof.bytes_per_s / 1e12:.2f} TB/s
+  bound by    {roof.limiter(intensity)}
+  at best     {speed:.1f} TFLOP/s, {roof.seconds(flops, traffic) * 1e6:.2f} us
+  {block_m}x{block_n} tiles  {tiles.tiles} tiles, {tiles.efficiency:.0%} of them useful; \
+{waves.waves} waves on {device.num_sms} SMs, {waves.efficiency:.0%} busy"""
+    )
+    if args.svg:
+        slope = f"DRAM, {roof.bytes_per_s / 1e12:.1f} TB/s"
+        ceiling = f"{args.dtype} peak", slope, roof, SERIES[2]
+        picture = figures.roofline_figure([ceiling], [(intensity, speed, name, SERIES[1])], name)
+        _write(args.svg, svg(picture))
+    return 0
+
+
+def run_occupancy(args: argparse.Namespace) -> int:
+    threads, registers, smem = args.threads, args.registers, args.smem
+    if args.name:
+        found, resources = find_rung(args.name), _assemble(args.name)[0].resources
+        threads, registers = found.threads, resources.registers
+        smem = resources.static_smem + found.dynamic_smem
+    elif not (threads and registers):
+        raise KernelError("give a rung, or --threads and --registers")
+    try:
+        fit = occupancy(threads, registers, smem)
+    except ValueError as error:
+        raise KernelError(str(error)) from error
+    print(f"{threads} threads x {registers} registers, {smem} bytes of shared memory a CTA")
+    for resource, count in fit.limits.items():
+        mark = "  <- the limit" if resource in fit.limiters else ""
+        print(f"  {resource:14s} allows {count} CTAs an SM{mark}")
+    warps = f"{fit.warps_per_sm} warps of {MAX_WARPS}"
+    print(f"  {fit.ctas_per_sm} CTAs, {warps}: {fit.fraction:.0%} occupancy")
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    if args.json is None and args.figures is None:
+        raise KernelError("give the JSON of `octavo kernels bench --out FILE`, or --figures DIR")
+    if args.figures:
+        for name, picture in figures_tiles.pictures().items():
+            _write(args.figures / f"{name}.svg", svg(picture))
+    if args.json is None:
+        return 0
+    run = report_data.load_run(args.json)
+    device = report_data.load_device(args.device) if args.device else None
+    pages = {find_rung(name).name for name in args.asm or ()}
+    measured = {row.rung for group in run.groups for row in group.rungs} if args.code else set()
+    assemblies: dict[str, tuple[Assembly, list[Note]]] = {}
+    links = {}
+    for name in (one.name for one in RUNGS if one.name in pages | measured):
+        assembly, about = _assemble(name)
+        remarks = notes(assembly)
+        if args.code:
+            assemblies[name] = assembly, remarks
+        if name in pages:
+            links[name] = f"asm/{name}.html"
+            page = render_html(assembly, remarks, **about)
+            _write(args.out.parent / links[name], page)
+    html = report.render_report(run, device=device, assemblies=assemblies, asm_links=links)
+    _write(args.out, html)
     return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 
 from octavo.inspect.asm import Assembly, Note
@@ -16,8 +18,7 @@ def render_text(assembly: Assembly, remarks: Sequence[Note], *, most: int = 6) -
     """The whole report. At most `most` SASS instructions are shown for one of PTX; 0 shows all."""
     lines = [f"{assembly.name}: {len(assembly.sass.instructions)} SASS instructions", ""]
     lines += note_lines(remarks, _WIDTH)
-    lines += ["", f"{'source line / PTX':{_LEFT}} SASS", "-" * _WIDTH]
-    lines += _listing(assembly, most)
+    lines += ["", f"{'source line / PTX':{_LEFT}} SASS", "-" * _WIDTH, *_listing(assembly, most)]
     return "\n".join(lines) + "\n"
 
 
@@ -27,43 +28,38 @@ def note_lines(remarks: Sequence[Note], width: int = 100) -> list[str]:
     for heading, group in groupby(remarks, lambda note: note.kind):
         lines.append(heading)
         for note in group:
-            where = []
-            if note.lines:
-                where.append("line " + ", ".join(map(str, note.lines[:4])))
-            if len(note.ptx_lines) == 2:
-                where.append(f"PTX {note.ptx_lines[0]}-{note.ptx_lines[1]}")
+            where = ["line " + ", ".join(map(str, note.lines[:4]))] if note.lines else []
+            where += ["PTX " + "-".join(map(str, note.ptx_lines))] if note.ptx_lines else []
             text = note.text + (f" [{'; '.join(where)}]" if where else "")
             lines += textwrap.wrap(text, width, initial_indent="  - ", subsequent_indent="    ")
     return lines
 
 
-def _listing(assembly: Assembly, most: int) -> list[str]:
-    ptx: dict[int, list[Step]] = {}
+def _listing(assembly: Assembly, most: int) -> Iterator[str]:
+    ptx: defaultdict[int, list[Step]] = defaultdict(list)
     for step in assembly.ptx:
-        ptx.setdefault(assembly.home_line(step) or 0, []).append(step)
-    sass: dict[int, list[Step]] = {}
+        ptx[assembly.home_line(step) or 0].append(step)
+    sass: defaultdict[int, list[Step]] = defaultdict(list)
     for step in assembly.sass.instructions:
-        sass.setdefault(step.ptx_line or 0, []).append(step)
-    lines: list[str] = []
-    source = assembly.files.get(assembly.main, {})
+        sass[step.ptx_line or 0].append(step)
+    source = assembly.files.get(assembly.main, {}) | {0: ""}
     for number in sorted(ptx):
-        text = f"{number:4d} | {source.get(number, '').rstrip()}"
-        lines += ["", text if number else "(no source line)"]
+        yield ""
+        yield f"{number:4d} | {source[number].rstrip()}" if number else "(no source line)"
         for step in ptx[number]:
             left = f"  {step.at:5d}  {short_operands(step.text)}"
-            lines += _pair(left, sass.pop(step.at, []), most)
+            yield from _pair(left, sass.pop(step.at, []), most)
     if rest := [step for steps in sass.values() for step in steps]:
-        lines += ["", "(machine code of no PTX instruction: padding, or labels and declarations)"]
-        lines += _pair("", rest, 2 * most)
-    return lines
+        yield from ["", "(machine code of no PTX instruction: padding, or labels and declarations)"]
+        yield from _pair("", rest, 2 * most)
 
 
-def _pair(left: str, machine: list[Step], most: int) -> list[str]:
+def _pair(left: str, machine: list[Step], most: int) -> Iterator[str]:
     right = [f"{step.at:04x}  {step.text}" for step in machine]
     if most and len(right) > most:
         right[most:] = [f"      ... and {len(right) - most} more"]
-    rows = zip_longest([left], right, fillvalue="")
-    return [f"{_cut(a, _LEFT - 1):{_LEFT}} {_cut(b, _WIDTH - _LEFT - 1)}".rstrip() for a, b in rows]
+    for a, b in zip_longest([left], right, fillvalue=""):
+        yield f"{_cut(a, _LEFT - 1):{_LEFT}} {_cut(b, _WIDTH - _LEFT - 1)}".rstrip()
 
 
 def _cut(text: str, width: int) -> str:
@@ -72,8 +68,9 @@ def _cut(text: str, width: int) -> str:
 
 def short_operands(text: str) -> str:
     """Leave out the middle of a long register list, as wgmma has."""
-    start, end = text.find("{"), text.find("}")
-    if start < 0 or end - start < 60:
-        return text
-    names = text[start + 1 : end].split(",")
-    return f"{text[:start]}{{{names[0].strip()}, ... {len(names)} registers}}{text[end + 1 :]}"
+
+    def short(found: re.Match[str]) -> str:
+        names = found[1].split(",")
+        return f"{{{names[0].strip()}, ... {len(names)} registers}}"
+
+    return re.sub(r"\{([^}]{60,})\}", short, text, count=1)

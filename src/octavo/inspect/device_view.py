@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.inspect.page import render, words
 from octavo.kernels.matmul.roofline import DEVICES, Device, peak_flops
 
 # What a level is called, its latency key, its bandwidth key, and what it is for.
@@ -51,15 +52,10 @@ def power_lines(document: Mapping[str, Any]) -> list[str]:
     device = device_of(document["environment"])
     lines = []
     for label, row in document["tensor_core"].items():
-        name = "all-zero" if label == "zeros" else label
-        said = f"{name} inputs: {float(row['tflops']):.0f} TFLOP/s"
-        if clock := row.get("sm_mhz_median"):
-            peak = peak_flops(device, "bf16", float(clock)) / 1e12
-            share = float(row["tflops"]) / peak
-            said += f" at {float(clock):.0f} MHz, {share:.0%} of the {peak:.0f} possible there"
-        if row.get("watts_max"):
-            said += f", up to {float(row['watts_max']):.0f} W"
-        lines.append(said)
+        clock = row.get("sm_mhz_median")
+        facts = {"tflops": float(row["tflops"]), "clock": clock, "watts": row.get("watts_max")}
+        peak = peak_flops(device, "bf16", clock and float(clock)) / 1e12
+        lines.append(words("power", inputs=label, **facts, peak=peak))
     spec = peak_flops(device, "bf16") / 1e12
     lines.append(f"the data sheet's {spec:.0f} TFLOP/s are those of {device.spec_clock} MHz")
     return lines
@@ -68,14 +64,12 @@ def power_lines(document: Mapping[str, Any]) -> list[str]:
 def device_text(document: Mapping[str, Any]) -> str:
     """The terminal view. Raises KeyError for a document of another form."""
     environment = document["environment"]
-    lines = [f"{environment.get('gpu', '')}, driver {environment.get('driver', '')}", ""]
-    for row in [("level", "size", "cycles", "TB/s", "what for"), *level_rows(document)]:
-        lines.append("{:26s} {:>10s} {:>7s} {:>7s}  {}".format(*row))
-    lines += ["", "global loads, one word in `stride`: useful and moved GB/s"]
-    for stride, row in document["strided_read"].items():
-        lines.append(f"  stride {stride!s:>3s} {row['useful']:8.0f} {row['moved']:8.0f}")
-    lines += ["", "shared loads: cycles of a warp's load by lanes that meet in one bank"]
-    for ways, cycles in document["smem_cycles_per_load"].items():
-        lines.append(f"  {ways!s:>10s} {float(cycles):7.1f}")
-    lines += ["", "tensor cores under load", *[f"  {line}" for line in power_lines(document)]]
-    return "\n".join(lines) + "\n"
+    return render(
+        "device.txt",
+        gpu=environment.get("gpu", ""),
+        driver=environment.get("driver", ""),
+        levels=[("level", "size", "cycles", "TB/s", "what for"), *level_rows(document)],
+        strided=document["strided_read"],
+        banks=document["smem_cycles_per_load"],
+        power=power_lines(document),
+    )

@@ -12,39 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from octavo.errors import KernelError
 
-_LIGHT = (Path(__file__).parent / "page.css").read_text().split("@media")[0]
+_FOLDER = Path(__file__).parent
+_LIGHT = (_FOLDER / "page.css").read_text().split("@media")[0]
 PALETTE = dict(re.findall(r"--([\w-]+): (#\w+)", _LIGHT))
 INK, SOFT, LINE, PANEL = (PALETTE[name] for name in ("ink", "soft", "line", "panel"))
 GOOD, BAD = PALETTE["accent"], PALETTE["warn"]
 SERIES = [PALETTE[f"c{number}"] for number in range(8)]
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.sans-serif": ["DejaVu Sans", "system-ui"],
-    "font.size": 12,
-    "legend.fontsize": 12,
-    "legend.frameon": False,
-    "text.color": INK,
-    "lines.markeredgecolor": PANEL,
-    "grid.color": PALETTE["grid"],
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.prop_cycle": f"cycler(color={SERIES})",
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlesize": 14,
-    "axes.titlepad": 12,
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), PANEL),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LINE),
-    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), SOFT),
-    **dict.fromkeys((f"axes.spines.{side}" for side in ("top", "left", "right")), False),
-    "ytick.left": False,
-}
+_SHEET = Template((_FOLDER / "figures.mplstyle").read_text()).safe_substitute(PALETTE)
+_STYLE = dict(re.findall(r"^([\w.-]+): (.*)$", _SHEET, re.MULTILINE))
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def _device(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chart(run: LadderRun, group: Group) -> tuple[Group, Any, float | None]:
     """A group, its bars beside what they are held against, and the highest board power."""
-    marks = {"cuBLAS": group.cublas.tflops} if group.cublas else {}
+    cublas = group.rows.get("cublas")
+    marks = {"cuBLAS": cublas.tflops} if cublas else {}
     steady = group.mode != "cool"  # bursts are too short for NVML's samples to tell their clock
     clock = group.clocks.get("sm_mhz_median") if steady else run.device.max_clock
     if clock:
@@ -87,15 +88,19 @@ def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, An
     return roofline_figure(roofs, points, "Roofline with every rung")
 
 
-def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[tuple[Any, ...]]:
-    """For each rung its name, what limits its occupancy, numbers, and remarks."""
+def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[dict[str, Any]]:
+    """For each rung its resources, bytes of shared memory, occupancy, and remarks."""
     for name, (assembly, remarks) in built.items():
-        rung, found = known_rung(name), assembly.resources
-        if rung:
+        if rung := known_rung(name):
+            found = assembly.resources
             smem = found.static_smem + rung.dynamic_smem
             fit = occupancy(rung.threads, found.registers, smem)
-            cells = (
-                *(rung.threads, found.registers, f"{smem / 1024:.0f}", fit.ctas_per_sm),
-                *(f"{fit.fraction:.0%}", len(assembly.sass.instructions)),
-            )
-            yield name, ", ".join(fit.limiters), cells, remarks
+            sass = len(assembly.sass.instructions)
+            yield {
+                "rung": rung,
+                "found": found,
+                "smem": smem,
+                "fit": fit,
+                "sass": sass,
+                "notes": remarks,
+            }

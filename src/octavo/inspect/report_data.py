@@ -14,12 +14,12 @@ from octavo.inspect.device_view import device_of, device_text
 from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.roofline import Device, tile_intensity
 
-_POSITIVE = ("median_us", "low_us", "high_us", "tflops", "vs_cublas")
+_NUMBERS = ("median_us", "low_us", "high_us", "tflops", "vs_cublas")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in a group. Times in microseconds."""
+    """One kernel in a group. Times in microseconds. Raises ValueError unless all are positive."""
 
     rung: str
     ok: bool
@@ -28,6 +28,11 @@ class Row:
     high_us: float
     tflops: float
     vs_cublas: float
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if isinstance(value, float) and not 0 < value < math.inf:
+                raise ValueError(f"{self.rung} has {key} = {value}")
 
     @property
     def known(self) -> Rung | None:
@@ -47,16 +52,12 @@ class Group:
     dtype: str
     size: tuple[int, int, int]
     mode: str
-    rows: list[Row] = field(default_factory=list)
+    rows: dict[str, Row] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def cublas(self) -> Row | None:
-        return next((r for r in self.rows if r.rung == "cublas"), None)
-
-    @property
     def rungs(self) -> list[Row]:
-        return sorted((r for r in self.rows if r.rung != "cublas"), key=lambda r: r.rung)
+        return [row for name, row in sorted(self.rows.items()) if name != "cublas"]
 
     @property
     def best(self) -> Row | None:
@@ -96,8 +97,7 @@ def load_run(path: Path) -> LadderRun:
 
 def load_device(path: Path) -> Mapping[str, Any]:
     """Read a device measurement. Raises KernelError when it is not one."""
-    document: Mapping[str, Any] = _load(path, "device", device_text)
-    return document
+    return dict(_load(path, "device", device_text))
 
 
 def _load(path: Path, action: str, check: Callable[[Any], object]) -> Any:
@@ -110,9 +110,8 @@ def _load(path: Path, action: str, check: Callable[[Any], object]) -> Any:
     try:
         check(document)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise KernelError(
-            f"{path} is not the result of `octavo kernels {action}`: {error}"
-        ) from error
+        what = f"the result of `octavo kernels {action}`"
+        raise KernelError(f"{path} is not {what}: {error}") from error
     return document
 
 
@@ -121,13 +120,9 @@ def parse_run(document: Mapping[str, Any]) -> LadderRun:
     groups: dict[tuple[Any, ...], Group] = {}
     for entry in document["results"]:
         size = int(entry["m"]), int(entry["n"]), int(entry["k"])
-        dtype, mode = str(entry["dtype"]), str(entry["mode"])
+        dtype, mode, rung = (str(entry[key]) for key in ("dtype", "mode", "rung"))
         group = groups.setdefault((dtype, size, mode), Group(dtype, size, mode))
-        numbers = {key: float(entry[key]) for key in _POSITIVE}
-        for key, value in numbers.items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{entry['rung']} has {key} = {value}")
-        group.rows.append(Row(str(entry["rung"]), bool(entry["ok"]), **numbers))
+        group.rows[rung] = Row(rung, bool(entry["ok"]), *(float(entry[key]) for key in _NUMBERS))
         group.clocks.update(entry.get("clocks") or {})
     if not groups:
         raise ValueError("it has no results")
