@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from octavo.errors import KernelError
-from octavo.inspect import device_view, figures, figures_tiles, report, report_data
+from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_html import render_html
 from octavo.inspect.asm_text import note_lines, render_text
-from octavo.inspect.drawing import SERIES, svg
 from octavo.inspect.notes import notes
+from octavo.inspect.page import SERIES, svg
 from octavo.kernels.matmul import quantization, roofline
 from octavo.kernels.matmul.occupancy import MAX_WARPS, occupancy
 from octavo.kernels.matmul.registry import RUNGS, Rung, rung
@@ -127,7 +127,7 @@ def run_device(args: argparse.Namespace) -> int:
     from octavo.bench import device, ladder
 
     document = device.measure_device()
-    print(device_view.device_text(document), end="")
+    print(report_data.device_text(document), end="")
     if args.out:
         ladder.write(document, args.out)
         print(f"wrote {args.out}")
@@ -220,7 +220,7 @@ def run_report(args: argparse.Namespace) -> int:
     if args.json is None and args.figures is None:
         raise KernelError("give the JSON of `octavo kernels bench --out FILE`, or --figures DIR")
     if args.figures:
-        for name, picture in figures_tiles.pictures().items():
+        for name, picture in figures.pictures().items():
             _write(args.figures / f"{name}.svg", svg(picture))
     if args.json is None:
         return 0

@@ -14,10 +14,9 @@ from typing import Any
 
 from octavo.errors import KernelError
 from octavo.inspect.flow import Loop, loops
-from octavo.inspect.listing import Step
 from octavo.inspect.page import words
 from octavo.inspect.ptx import parse_ptx
-from octavo.inspect.sass import SassKernel, disassemble
+from octavo.inspect.sass import SassKernel, Step, disassemble
 from octavo.kernels.jit import KernelResources, compile_source
 
 _LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"$')

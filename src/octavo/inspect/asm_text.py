@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 
 from octavo.inspect.asm import Assembly, Note
-from octavo.inspect.listing import Step
+from octavo.inspect.sass import Step
 
 _LEFT, _WIDTH = 62, 132  # columns of the PTX side, and of both
 

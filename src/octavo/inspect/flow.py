@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.inspect.listing import Step
-from octavo.inspect.sass import SassKernel
+from octavo.inspect.sass import SassKernel, Step
 
 _BRANCHES = ("BRA", "UBRA", "JMP")
 
@@ -62,7 +61,8 @@ def edges(kernel: SassKernel) -> list[list[int]]:
 
 def _successors(step: Step, index: int, count: int) -> list[int]:
     following = [index + 1] if index + 1 < count else []
-    target = [] if step.target is None else [step.target]
+    # A label may stand behind the last instruction.
+    target = [] if step.target is None or step.target >= count else [step.target]
     if step.root in ("EXIT", "RET"):
         return following if step.guard else []
     if step.root == "CALL":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.inspect.listing import Step
+from octavo.inspect.sass import Step
 
 MATH, TENSOR, MOVE, OTHER = "math", "tensor core", "move", "other"
 GROUP_ORDER = (

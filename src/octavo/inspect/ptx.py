@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from octavo.inspect.listing import Location, Step
+from octavo.inspect.sass import Location, Step
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+(\w+)")

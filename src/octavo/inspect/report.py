@@ -9,12 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.inspect.asm import Assembly, Note
-from octavo.inspect.device_view import level_rows, power_lines
-from octavo.inspect.drawing import SERIES
-from octavo.inspect.figures import access_figure, device_roofs, ladder_figure, roofline_figure
-from octavo.inspect.figures_tiles import pictures
-from octavo.inspect.page import render
-from octavo.inspect.report_data import Group, LadderRun, known_rung, requested_intensity
+from octavo.inspect.figures import (
+    access_figure,
+    device_roofs,
+    ladder_figure,
+    pictures,
+    roofline_figure,
+)
+from octavo.inspect.page import SERIES, render
+from octavo.inspect.report_data import (
+    Group,
+    LadderRun,
+    known_rung,
+    level_rows,
+    power_lines,
+    requested_intensity,
+)
 from octavo.kernels.matmul.occupancy import occupancy
 from octavo.kernels.matmul.roofline import Roofline, peak_flops
 
@@ -88,19 +98,11 @@ def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, An
     return roofline_figure(roofs, points, "Roofline with every rung")
 
 
-def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[dict[str, Any]]:
-    """For each rung its resources, bytes of shared memory, occupancy, and remarks."""
+def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[tuple[Any, ...]]:
+    """For each rung its resources, bytes of shared memory, occupancy, SASS length, and remarks."""
     for name, (assembly, remarks) in built.items():
         if rung := known_rung(name):
             found = assembly.resources
             smem = found.static_smem + rung.dynamic_smem
             fit = occupancy(rung.threads, found.registers, smem)
-            sass = len(assembly.sass.instructions)
-            yield {
-                "rung": rung,
-                "found": found,
-                "smem": smem,
-                "fit": fit,
-                "sass": sass,
-                "notes": remarks,
-            }
+            yield rung, found, smem, fit, len(assembly.sass.instructions), remarks

@@ -13,9 +13,9 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from octavo.errors import KernelError
-from octavo.inspect.listing import Location, Step
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _LABEL = re.compile(r"^(\.L\S+):$")
@@ -24,6 +24,49 @@ _INSTRUCTION = re.compile(
 )
 _LOCATION = re.compile(r'^\s*//## File "([^"]+)", line (\d+)( inlined at)?')
 _TARGET = re.compile(r"`\((\.L\w+)\)")
+
+
+class Location(NamedTuple):
+    """A line of a source file, as the compiler names it."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction. `at` is a SASS offset in bytes, or a line of the PTX text, counted from 1.
+
+    `guard` is "" or "!P0". `locations` are the line that wrote it and those it was inlined into,
+    innermost first; empty without -lineinfo. SASS only: `ptx_line` is the line of the PTX text that
+    it was made of, `target` the index that it branches to.
+    """
+
+    at: int
+    guard: str
+    opcode: str
+    operands: str
+    locations: tuple[Location, ...] = ()
+    ptx_line: int | None = None
+    target: int | None = None
+
+    @property
+    def root(self) -> str:
+        return self.opcode.split(".", 1)[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The operands one by one."""
+        return [name.strip().removesuffix(".reuse") for name in self.operands.split(",")]
+
+    @property
+    def text(self) -> str:
+        guard = f"@{self.guard} " if self.guard else ""
+        return f"{guard}{self.opcode} {self.operands}".rstrip()
+
+    def starts(self, prefix: str) -> bool:
+        """Whether the opcode is `prefix` or goes on after a dot: "LDG" fits LDG.E, not LDGSTS."""
+        return f"{self.opcode}.".startswith(f"{prefix}.")
 
 
 @dataclass
@@ -92,12 +135,9 @@ def parse_sass(listing: str) -> dict[str, SassKernel]:
             step = Step(int(offset, 16), guard, opcode, operands, chain, ptx_line)
             kernel.instructions.append(step)
     for kernel in kernels.values():
-        kernel.instructions = [_with_target(kernel, step) for step in kernel.instructions]
+        kernel.instructions = [
+            replace(step, target=kernel.labels.get(found[1])) if found else step
+            for step in kernel.instructions
+            for found in [_TARGET.search(step.operands)]
+        ]
     return kernels
-
-
-def _with_target(kernel: SassKernel, step: Step) -> Step:
-    found = _TARGET.search(step.operands)
-    index = kernel.labels.get(found.group(1)) if found else None
-    inside = index is not None and index < len(kernel.instructions)
-    return replace(step, target=index) if inside else step

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from octavo.inspect.asm import Assembly
 from octavo.inspect.flow import Loop, written
-from octavo.inspect.listing import Step
-from octavo.inspect.sass import SassKernel
+from octavo.inspect.sass import SassKernel, Step
 from octavo.kernels.matmul.registry import parse_constants
 
 _HEADER = re.compile(r"\b(for|while)\s*\(")

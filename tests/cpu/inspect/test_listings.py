@@ -6,9 +6,8 @@ import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.flow import edges, loops, reachable, redundant_zeros
-from octavo.inspect.listing import Location
 from octavo.inspect.ptx import parse_ptx
-from octavo.inspect.sass import SassKernel, disassemble, find_tool, parse_sass
+from octavo.inspect.sass import Location, SassKernel, disassemble, find_tool, parse_sass
 from tests.cpu.inspect.listings import LOOP_SASS, sass_text
 
 

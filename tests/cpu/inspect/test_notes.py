@@ -10,8 +10,7 @@ import pytest
 from octavo.errors import KernelError
 from octavo.inspect.asm import Assembly, Note, assemble, from_listings
 from octavo.inspect.asm_text import render_text, short_operands
-from octavo.inspect.notes import access_bytes, notes
-from octavo.inspect.notes_loops import most_in_flight, tensor_clocks
+from octavo.inspect.notes import access_bytes, most_in_flight, notes, tensor_clocks
 from octavo.inspect.sass import parse_sass
 from octavo.inspect.source_loops import source_loops, unrolling
 from octavo.kernels.matmul.registry import rung

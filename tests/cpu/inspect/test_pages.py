@@ -16,13 +16,17 @@ import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.asm_html import render_html
-from octavo.inspect.device_view import device_text
-from octavo.inspect.drawing import PALETTE, canvas, style, svg, tip
-from octavo.inspect.figures import ladder_figure, roofline_figure
-from octavo.inspect.figures_tiles import pictures, ring_figure
+from octavo.inspect.figures import ladder_figure, pictures, ring_figure, roofline_figure
 from octavo.inspect.notes import notes
+from octavo.inspect.page import PALETTE, canvas, style, svg, tip
 from octavo.inspect.report import render_report
-from octavo.inspect.report_data import load_device, load_run, parse_run, requested_intensity
+from octavo.inspect.report_data import (
+    device_text,
+    load_device,
+    load_run,
+    parse_run,
+    requested_intensity,
+)
 from octavo.kernels.matmul.registry import RUNGS, rung
 from octavo.kernels.matmul.roofline import Roofline
 from tests.cpu.inspect.listings import LOOP_SASS, LOOP_SOURCE, listing

@@ -93,7 +93,6 @@ class L2Reuse:
     requested_bytes: int  # what the CTAs ask of L2
     dram_bytes: int  # what misses
     compulsory_bytes: int  # A and B once each: no order can do better
-    wave_panels: float  # mean over full waves of distinct A plus B panels in one wave
 
     @property
     def hit_rate(self) -> float:
@@ -122,11 +121,8 @@ def simulate_l2(
         raise ValueError("the simulation needs tiles, CTAs and a positive k")
     held: OrderedDict[tuple[str, int, int], int] = OrderedDict()  # the cache: bytes of each chunk
     used = requested = missed = 0
-    panels: list[int] = []
     for first in range(0, len(order), num_ctas):
         wave = order[first : first + num_ctas]
-        if len(wave) == num_ctas or first == 0:
-            panels.append(len({m for m, _ in wave}) + len({n for _, n in wave}))
         for start in range(0, k, chunk_k):
             width = min(chunk_k, k - start) * element_bytes
             chunks = [(("A", m, start), block_m * width) for m, _ in wave]
@@ -140,4 +136,4 @@ def simulate_l2(
                 while used > l2_bytes:
                     used -= held.popitem(last=False)[1]
     rows = len({m for m, _ in order}) * block_m + len({n for _, n in order}) * block_n
-    return L2Reuse(requested, missed, rows * k * element_bytes, sum(panels) / len(panels))
+    return L2Reuse(requested, missed, rows * k * element_bytes)
