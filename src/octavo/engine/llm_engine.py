@@ -218,6 +218,9 @@ class LLMEngine:
         outputs, stopped = self._outputs.process(news)
         if stopped:
             self._core.abort(stopped)
+        if not self._sinks:
+            self._unclaimed += outputs
+            return
         for output in outputs:
             sink = self._sinks.get(output.request_id)
             if sink is None:

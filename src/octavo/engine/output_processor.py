@@ -57,21 +57,17 @@ class _Completion:
             if self.parent.kind is RequestOutputKind.DELTA:
                 self.unsent_text.append(text)
 
-    def cumulative(self) -> CompletionOutput:
-        """Everything so far, as a copy that later news does not change."""
-        return self._copy(0, self.detokenizer.text if self.detokenizer is not None else "")
-
-    def delta(self) -> CompletionOutput:
-        """What is new since the last call."""
-        text = ""
-        if self.unsent_text:
-            text, self.unsent_text = "".join(self.unsent_text), []
-        sent, self.num_sent_tokens = self.num_sent_tokens, len(self.output.token_ids)
-        return self._copy(sent, text)
-
-    def _copy(self, start: int, text: str) -> CompletionOutput:
-        # Once a token: dataclasses.replace, or keywords, would take twice as long.
+    def snapshot(self, is_delta: bool) -> CompletionOutput:
+        """Everything so far, or since the last delta, as a copy that later news does not change."""
         self.changed, out = False, self.output
+        start, text = 0, ""
+        if is_delta:
+            start, self.num_sent_tokens = self.num_sent_tokens, len(out.token_ids)
+            if self.unsent_text:
+                text, self.unsent_text = "".join(self.unsent_text), []
+        elif self.detokenizer is not None:
+            text = self.detokenizer.text
+        # Once a token: dataclasses.replace, or keywords, would take twice as long.
         copy = CompletionOutput(out.index, text, out.token_ids[start:])
         if out.logprobs is not None:
             copy.cumulative_logprob, copy.logprobs = out.cumulative_logprob, out.logprobs[start:]
@@ -116,9 +112,8 @@ class ParentRequest:
                 prompt_logprobs = None  # a sibling was faster than the completion that scores it
             elif is_delta:
                 self.prompt_logprobs = None  # told once
-        outputs = (
-            [c.delta() for c in changed] if is_delta else [c.cumulative() for c in self.completions]
-        )
+        told = changed if is_delta else self.completions
+        outputs = [completion.snapshot(is_delta) for completion in told]
         return self._output(outputs, prompt_logprobs)
 
     def failed_output(self, error: str) -> RequestOutput:
