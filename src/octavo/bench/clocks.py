@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import statistics
 import threading
-import time
 from typing import Any
 
 _CLOCK_SM = 1  # nvmlClockType_t
@@ -20,33 +19,27 @@ class ClockSampler:
     def __init__(self, device: int = 0, interval: float = 0.01) -> None:
         self._device, self._interval = device, interval
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self.mhz: list[int] = []
         self.watts: list[float] = []
 
     def __enter__(self) -> ClockSampler:
-        nvml = load_nvml()
-        if nvml is not None:
-            self._thread = threading.Thread(target=self._sample, args=(nvml,), daemon=True)
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def _sample(self, nvml: Any) -> None:
-        handle = ctypes.c_void_p()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(self._device, ctypes.byref(handle)):
+    def _sample(self) -> None:
+        nvml, handle, value = load_nvml(), ctypes.c_void_p(), ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetHandleByIndex_v2(self._device, ctypes.byref(handle)):
             return
-        value = ctypes.c_uint()
-        while not self._stop.is_set():
+        while not self._stop.wait(self._interval):
             if not nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM, ctypes.byref(value)):
                 self.mhz.append(value.value)
             if not nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(value)):
                 self.watts.append(value.value / 1000)
-            time.sleep(self._interval)
 
     def summary(self) -> dict[str, float | int | None]:
         """Median, lowest and highest clock, highest power; None where NVML told nothing."""

@@ -50,16 +50,10 @@ def measure_device() -> dict[str, Any]:
 
 # CUdevice_attribute numbers of cuda.h.
 _ATTRIBUTES = {
-    "sms": 16,
-    "threads_per_sm": 39,
-    "registers_per_sm": 82,
-    "smem_bytes_per_sm": 81,
-    "smem_bytes_per_cta": 97,
-    "l2_bytes": 38,
-    "sm_clock_khz": 13,
-    "memory_clock_khz": 36,
+    "sms": 16, "threads_per_sm": 39, "registers_per_sm": 82, "smem_bytes_per_sm": 81,
+    "smem_bytes_per_cta": 97, "l2_bytes": 38, "sm_clock_khz": 13, "memory_clock_khz": 36,
     "memory_bus_bits": 37,
-}
+}  # fmt: skip
 
 
 def device_sizes() -> dict[str, int]:

@@ -51,12 +51,11 @@ def run_ladder(
     document["ilp"] = [time_ilp(rung) for rung in chosen if rung.kind == "ilp"]
     fp32 = [r for r in chosen if r.kind == "matmul" and r.dtype == "fp32"]
     bf16 = [r for r in chosen if r.dtype == "bf16"]
-    for mode in modes if bf16 else ():
-        for size in sizes:
+    jobs = [(bf16, size, mode) for mode in modes for size in sizes]
+    for group, size, mode in jobs + [(fp32, size, "sustained") for size in fp32_sizes]:
+        if group:
             wait = pause if mode == "cool" else 0.0
-            document["results"] += time_square(bf16, size, mode, rounds, wait, progress)
-    for size in fp32_sizes if fp32 else ():
-        document["results"] += time_square(fp32, size, "sustained", rounds, 0.0, progress)
+            document["results"] += time_square(group, size, mode, rounds, wait, progress)
     return document
 
 
@@ -71,7 +70,7 @@ def time_square(
     mode: str,
     rounds: int,
     pause: float,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """All `rungs` (one dtype) and cuBLAS at M = N = K = `size`, interleaved; see `run_ladder`."""
     dtype, flops = rungs[0].dtype, 2.0 * size**3
@@ -108,10 +107,11 @@ def time_square(
             "relative_norm": None if verdict is None else verdict.relative_norm,
         }
         results.append(row)
+        spread = (timing.high_us - timing.low_us) / timing.median_us
         progress(
             f"{name:24s} {dtype} {size} {mode:9s} {timing.median_us:10.1f} us "
             f"{row['tflops']:7.1f} TFLOP/s {row['vs_cublas']:6.3f} x cuBLAS "
-            f"spread {timing.spread:.3f} {'ok' if row['ok'] else 'WRONG'}"
+            f"spread {spread:.3f} {'ok' if row['ok'] else 'WRONG'}"
         )
     results[-1]["clocks"] = clocks.summary()
     progress(f"clocks {dtype} {size} {mode}: {results[-1]['clocks']}")

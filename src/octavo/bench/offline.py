@@ -61,7 +61,7 @@ def run_latency(
 
 
 def run_throughput(
-    llm: LLM, *, input_lens: list[int], output_lens: list[int], temperature: float, seed: int
+    llm: LLM, input_lens: list[int], output_lens: list[int], temperature: float, seed: int
 ) -> dict[str, Any]:
     """Run one request per pair of lengths, all at once. Returns rates a second and the totals.
 

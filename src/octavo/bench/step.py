@@ -191,14 +191,15 @@ def record(run: Callable[[], None]) -> list[Event]:
 def check_fits(llm: LLM, kind: StepKind, steps: int) -> None:
     """Raises OctavoError, with the numbers, if the engine cannot run such a step so often."""
     limits, block_size = llm.engine.config.scheduler, llm.engine.config.cache.block_size
-    tokens, length = kind.batch_size * kind.context, kind.context + 1
+    query_len, length = kind.requests(kind.context)[0][0], kind.context + 1
     if kind.phase == "decode":  # the first requests decode while the last ones are still in prefill
-        length += tokens // limits.max_num_batched_tokens + steps + PROFILED["decode"] + 3 * WARMUP
-        tokens = kind.batch_size
+        length += kind.batch_size * kind.context // limits.max_num_batched_tokens
+        length += steps + PROFILED["decode"] + 3 * WARMUP
     blocks = kind.batch_size * -(-length // block_size) + 1
     for need, name, limit in (
         (kind.batch_size, "max_num_seqs", limits.max_num_seqs),
-        (tokens, "max_num_batched_tokens", limits.max_num_batched_tokens),
+        (kind.batch_size * query_len, "max_num_batched_tokens", limits.max_num_batched_tokens),
+        (query_len, "long_prefill_token_threshold", limits.long_prefill_token_threshold or length),
         (length, "max_model_len", limits.max_model_len),
         (blocks, "KV blocks", llm.engine.core.num_blocks),
     ):

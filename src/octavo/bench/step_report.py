@@ -43,12 +43,8 @@ def operation_rows(
     took = {time["name"]: {**time, "share": time["total_us"] / whole} for time in times}
     rows: list[Row] = []
     for cost in costs:
-        row: Row = {
-            "name": cost.name,
-            "calls": cost.count,
-            "bytes": cost.bytes,
-            "flops": cost.flops,
-        }
+        row: Row = {"name": cost.name, "calls": cost.count}
+        row |= {"bytes": cost.bytes, "flops": cost.flops}
         row["ceiling_us"] = cost.ceiling_s(machine) * 1e6
         row["expected_us"] = cost.expected_s(machine) * 1e6
         row |= took.pop(cost.name, {})
@@ -96,9 +92,8 @@ def machine_text(machine: Machine) -> str:
 def summary(result: Mapping[str, Any]) -> str:
     """What `bench.step.run_step` found, but for the table."""
     step, host, found = result["step_us"], result["host_us"], result["profile"]
-    parts = ", ".join(
-        f"{name} {host[name]:.0f}" for name in host if name not in ("collect", "work")
-    )
+    names = ("schedule", "launch", "update", "rest")
+    parts = ", ".join(f"{name} {host[name]:.0f}" for name in names)
     gap, idle = found["gap_us"], found["idle_us"]
     text = (
         f"{result['phase']}, {result['batch_size']} x {result['context']} tokens: {step['median']:.1f} us "

@@ -28,11 +28,6 @@ class Timing:
     high_us: float
     rounds: int
 
-    @property
-    def spread(self) -> float:
-        """(high - low) / median."""
-        return (self.high_us - self.low_us) / self.median_us
-
 
 def rotation_count(set_bytes: int) -> int:
     """How many operand sets of `set_bytes` make every launch find a cold L2; at least 2."""

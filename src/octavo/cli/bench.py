@@ -21,35 +21,27 @@ from octavo.worker.device import probe_device
 
 COUNTED_STEPS = {"decode": 50, "prefill": 5}
 
-# Kind -> what it measures, and its numbers: name -> default, meaning.
-KINDS: dict[str, tuple[str, dict[str, tuple[int, str]]]] = {
+# Options that are numbers: default, meaning.
+NUMBERS = {
+    "input_len": (128, "prompt tokens of a request; prefix: those that two prompts share"),
+    "output_len": (128, "output tokens of a request"),
+    "batch_size": (8, "requests of a batch"),
+    "num_prompts": (32, "requests of a run"),
+    "warmup": (1, "uncounted batches or runs before"),
+    "iterations": (3, "counted batches or pairs of prompts"),
+}
+# What a kind measures, and which of the numbers it takes.
+KINDS = {
     "latency": (
         "seconds that one batch takes",
-        {
-            "input_len": (128, "prompt tokens of a request"),
-            "output_len": (128, "output tokens of a request"),
-            "batch_size": (8, "requests of a batch"),
-            "warmup": (1, "uncounted batches"),
-            "iterations": (3, "counted batches"),
-        },
+        ("input_len", "output_len", "batch_size", "warmup", "iterations"),
     ),
     "throughput": (
         "tokens/s of many requests submitted at once",
-        {
-            "input_len": (128, "prompt tokens of a request"),
-            "output_len": (128, "output tokens of a request"),
-            "num_prompts": (32, "requests of a run"),
-            "warmup": (1, "uncounted runs before the one that counts"),
-        },
+        ("input_len", "output_len", "num_prompts", "warmup"),
     ),
-    "prefix": (
-        "time to first token, cold and warm",
-        {
-            "input_len": (128, "tokens that two prompts share"),
-            "iterations": (3, "pairs of prompts"),
-        },
-    ),
-    "step": ("where the time of one GPU step goes", {}),
+    "prefix": ("time to first token, cold and warm", ("input_len", "iterations")),
+    "step": ("where the time of one GPU step goes", ()),
 }
 
 
@@ -59,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (text, numbers) in KINDS.items():
         kind = kinds.add_parser(name, help=text, description=text)
         options.add_model_argument(kind)
-        for number, (default, meaning) in numbers.items():
-            options.add_number(kind, number, default, meaning)
+        for number in numbers:
+            options.add_number(kind, number, *NUMBERS[number])
         if name == "step":
             options.add_step_arguments(kind)
             kind.add_argument(
@@ -78,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine, measure, print."""
     numbers = {name: getattr(args, name) for name in KINDS[args.kind][1]}
     for name in numbers:
         options.at_least(0 if name == "warmup" else 1, args, name)
@@ -99,14 +90,14 @@ def run(args: argparse.Namespace) -> int:
             "start_s": time.perf_counter() - start,
             **numbers,
         }
-        if args.kind == "latency":
-            result |= measure_latency(llm, **numbers)
-        elif args.kind == "throughput":
-            result |= measure_throughput(llm, temperature=args.temperature, **numbers)
+        if args.kind == "step":
+            result |= measure_step(llm, args)
         elif args.kind == "prefix":
             result |= measure_prefix(llm, **numbers)
+        elif args.kind == "latency":
+            result |= measure_latency(llm, **numbers)
         else:
-            result |= measure_step(llm, args)
+            result |= measure_throughput(llm, temperature=args.temperature, **numbers)
     line = json.dumps(result | {"environment": provenance.describe()})
     print(line)
     if args.output_json is not None:
@@ -127,14 +118,9 @@ def measure_throughput(
     llm: LLM, input_len: int, output_len: int, num_prompts: int, warmup: int, temperature: float
 ) -> dict[str, Any]:
     """Run and print like vLLM's `bench throughput`."""
+    lengths = [input_len] * num_prompts, [output_len] * num_prompts
     for seed in range(warmup + 1):
-        result = offline.run_throughput(
-            llm,
-            input_lens=[input_len] * num_prompts,
-            output_lens=[output_len] * num_prompts,
-            temperature=temperature,
-            seed=seed,
-        )
+        result = offline.run_throughput(llm, *lengths, temperature, seed)
     print(
         f"Throughput: {result['requests_per_s']:.2f} requests/s, "
         f"{result['total_tokens_per_s']:.2f} total tokens/s, "

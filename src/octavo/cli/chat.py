@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import sys
 from contextlib import closing
@@ -28,7 +29,6 @@ HELP = """/help            this list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
     options.add_model_argument(parser)
     parser.add_argument("--system", help="system message")
     options.add_sampling_arguments(parser, OPTIONS, max_tokens=1024, temperature=0.7, top_p=0.95)
@@ -67,7 +67,6 @@ class Session:
         self._llm = llm
         self._params = params
         self._last: RequestOutput | None = None
-        self.messages: list[dict[str, str]] = []
         self._start(system)
 
     def handle(self, line: str) -> None:
@@ -81,15 +80,17 @@ class Session:
             print(f"! {error}")
 
     def _start(self, system: str | None) -> None:
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages = [{"role": "system", "content": system}]
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if name == "/help":
             print(HELP)
         elif name == "/reset":
-            system = self.messages[0] if self.messages[:1] else {"role": ""}
-            self._start(system["content"] if system["role"] == "system" else None)
+            self._start(self._system)
         elif name == "/system":
             self._start(rest.strip() or None)
         elif name == "/undo":
@@ -145,14 +146,10 @@ def describe(output: RequestOutput) -> str:
 
 
 def _parse(name: str, text: str) -> Any:
-    if text.lower() in ("none", "true", "false"):
-        return {"none": None, "true": True, "false": False}[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise InvalidRequestError(name, f"{text!r} is not a value")
+    try:
+        return ast.literal_eval(text.capitalize())  # "none" and "true" too
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise InvalidRequestError(name, f"{text!r} is not a value") from None
 
 
 def _read_line(prompt: str) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from octavo.bench.report import columns
 from octavo.cli import options
-from octavo.cli.demo_display import show_lines, show_panels
 from octavo.core.scheduler_output import SchedulerStats
+from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -24,10 +25,12 @@ QUESTIONS = (
     "Give me a haiku about rain.",
     "What does a computer's cache do?",
 )
+LINE_WIDTH = 72  # characters of one answer collected before a tagged line is printed
+Add = Callable[[int, str, bool], None]
+"""Appends text to the answer of that index; True: it is the last of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="your own prompts instead")
     options.add_number(parser, "max_tokens", 96, "most tokens of an answer")
     options.add_engine_arguments(parser)
@@ -44,28 +47,71 @@ def run(args: argparse.Namespace) -> int:
         prompts = llm.render_chat([[{"role": "user", "content": text}] for text in questions])
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         began = time.perf_counter()
-        last = show_stream(llm, prompts, questions, params)
+        last: dict[int, RequestOutput] = {}
+        show = show_panels if sys.stdout.isatty() else show_lines
+        with show(questions) as add:
+            for output in llm.stream(prompts, params):
+                index = int(output.request_id)
+                last[index] = output
+                add(index, output.outputs[0].text, output.finished)
         elapsed = time.perf_counter() - began
-        print(request_table(last))
-        print(engine_table(last, list(llm.engine.core.step_log), elapsed))
-    failed = [output for output in last if output.outputs[0].error]
+        outputs = [last[index] for index in sorted(last)]
+        print(request_table(outputs))
+        print(engine_table(outputs, list(llm.engine.core.step_log), elapsed))
+    failed = [output for output in outputs if output.outputs[0].error]
     for output in failed:
         print(f"! [{int(output.request_id) + 1}] {output.outputs[0].error}")
     return int(bool(failed))
 
 
-def show_stream(
-    llm: LLM, prompts: list[Any], questions: list[str], params: SamplingParams
-) -> list[RequestOutput]:
-    """Show the answers as they grow; returns the last output of each request."""
-    last: dict[int, RequestOutput] = {}
-    show = show_panels if sys.stdout.isatty() else show_lines
-    with show(questions) as add:
-        for output in llm.stream(prompts, params):
-            index = int(output.request_id)
-            last[index] = output
-            add(index, output.outputs[0].text, output.finished)
-    return [last[index] for index in sorted(last)]
+@contextmanager
+def show_lines(questions: Sequence[str]) -> Iterator[Add]:
+    """Prints `[k] text` whenever answer k has a line's worth of new text, or ends."""
+    pending = [""] * len(questions)
+
+    def add(index: int, piece: str, finished: bool) -> None:
+        lines = (pending[index] + piece).split("\n")
+        if finished or len(lines[-1]) >= LINE_WIDTH:
+            lines.append("")
+        pending[index] = lines.pop()
+        for line in lines:
+            if line.strip():
+                print(f"[{index + 1}] {line}", flush=True)
+
+    for index, question in enumerate(questions):
+        print(f"[{index + 1}] > {question}")
+    print(flush=True)
+    try:
+        yield add
+    finally:
+        print()
+
+
+@contextmanager
+def show_panels(questions: Sequence[str]) -> Iterator[Add]:
+    """One panel an answer, redrawn in place. Needs the `demo` extra."""
+    try:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.panel import Panel
+        from rich.text import Text
+    except ImportError:
+        raise ConfigError("the demo's panels need rich: pip install 'octavo[demo]'") from None
+    answers = [""] * len(questions)
+    colours = ["cyan"] * len(questions)
+
+    def add(index: int, piece: str, finished: bool) -> None:
+        answers[index] += piece
+        colours[index] = "green" if finished else "cyan"
+
+    def render() -> Group:
+        each = zip(questions, answers, colours, strict=True)
+        return Group(
+            *(Panel(Text(a.strip()), title=Text(q), border_style=colour) for q, a, colour in each)
+        )
+
+    with Live(refresh_per_second=12, get_renderable=render):
+        yield add
 
 
 def request_table(outputs: list[RequestOutput]) -> str:

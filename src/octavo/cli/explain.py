@@ -21,7 +21,6 @@ from octavo.worker.device import probe_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
     options.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="a JSON list on stdout")
     step = parser.add_argument_group("what a step must do")

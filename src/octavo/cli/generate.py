@@ -16,7 +16,6 @@ from octavo.outputs import Logprob, RequestOutput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
     options.add_model_argument(parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: read them from stdin")
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")

@@ -21,14 +21,12 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
     add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts."""
     settings = make_args(engine_settings(args))
     model = load_model_config(settings)
     facts = probe_device(settings.device)

@@ -42,9 +42,12 @@ class FieldReader:
             raise self.error(key, f"{shown(value)} is more than {limit}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number that a float32 holds."""
-        return self.checked(key, self.get(key, default))
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        """A positive number that a float32 holds, and not below `least`."""
+        value = self.checked(key, self.get(key, default))
+        if value < least:
+            raise self.error(key, f"{value} is below {least:g}")
+        return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` such numbers."""

@@ -152,7 +152,7 @@ class ModelConfig:
         """
         hf = _hf_from_gguf(metadata, tensor_types, path)
         config = cls.from_hf(hf, path, load_format, dtype)
-        divisors = tuple(map(float, frequency_divisors))
+        divisors = tuple(float(value) for value in frequency_divisors)
         if not divisors:
             return config
         if len(divisors) != config.head_dim // 2:
@@ -227,11 +227,11 @@ def _hf_from_gguf(
             f"{path}: general.architecture={shown(name)} is not supported (supported: {supported})"
         )
 
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{name}.{key}", default)
+    def get(key: str) -> Any:
+        return metadata.get(f"{name}.{key}")
 
     rotated = get("rope.dimension_count")
-    head_dim = get("attention.key_length", rotated)
+    head_dim = metadata.get(f"{name}.attention.key_length", rotated)
     if rotated is not None and rotated != head_dim:
         raise ModelLoadError(
             f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
@@ -243,7 +243,7 @@ def _hf_from_gguf(
         raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
     return {
         "architectures": [_GGUF_ARCHITECTURES[name]],
-        "vocab_size": get("vocab_size", len(tokens) or None),
+        "vocab_size": metadata.get(f"{name}.vocab_size", len(tokens) or None),
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -300,20 +300,19 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path
         if value is not None and value not in harmless:
             raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
     kinds = config.get("layer_types") or []
-    has_window = _named_window(config, architecture) is not None
-    kind = "sliding_attention" if has_window else "full_attention"  # all layers are alike
+    # All layers are alike.
+    kind = "full_attention"
+    if windowed and config.get("sliding_window", _WINDOWED[architecture]) is not None:
+        kind = "sliding_attention"
     if not isinstance(kinds, list) or any(one != kind for one in kinds):
         raise ModelLoadError(f"{path}: layer_types={shown(kinds)} is not supported")
 
 
-def _named_window(config: Mapping[str, Any], architecture: str) -> Any:
-    default = _WINDOWED.get(architecture)
-    return config.get("sliding_window", default) if architecture in _WINDOWED else None
-
-
 def _window(architecture: str, read: FieldReader, context: int) -> int | None:
     """None also for a window that holds the whole context: it hides nothing."""
-    if _named_window(read.config, architecture) is None:
+    if architecture not in _WINDOWED:
+        return None
+    if read.config.get("sliding_window", _WINDOWED[architecture]) is None:
         return None
     window = read.count("sliding_window", default=_WINDOWED[architecture])
     return window if window < context else None
@@ -347,8 +346,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ConfigError("architectures: missing; is this the config.json of a language model?")
-    if found := next((name for name in names if name in ARCHITECTURES), None):
-        return str(found)
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
     supported = ", ".join(ARCHITECTURES)
     raise ModelLoadError(f"architectures={shown(names)} is not supported (supported: {supported})")
 

@@ -24,7 +24,6 @@ _KEYS = {
     *("short_factor", "long_factor"),
     "finetuned",  # whether the weights were trained with the scaling; changes no arithmetic
 }
-_OLD_NAMES = {"su": "longrope"}
 _PHI3 = "Phi3ForCausalLM"
 _PHI3_ORIGINAL_CONTEXT = 4096  # where its config does not say, as in transformers
 
@@ -140,10 +139,9 @@ def _kind(inner: FieldReader, key: str, read: FieldReader, architecture: str) ->
 
 
 def _renamed(kind: Any, architecture: str) -> Any:
-    # The first Phi-3 files say "su" or "yarn" where they mean longrope.
-    if architecture == _PHI3 and kind == "yarn":
-        return "longrope"
-    return _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+    """The first Phi-3 files say "su" or "yarn" where they mean longrope."""
+    is_old = kind == "su" or (kind == "yarn" and architecture == _PHI3)
+    return "longrope" if is_old else kind
 
 
 def _partial_rotary_factor(
@@ -159,13 +157,6 @@ def _partial_rotary_factor(
     return partial
 
 
-def _factor(inner: FieldReader, default: float | None = None) -> float:
-    factor = inner.number("factor", default=default)
-    if factor < 1.0:
-        raise inner.error("factor", f"{factor} is below 1")
-    return factor
-
-
 def _dynamic(rope: RopeConfig, inner: FieldReader, head_dim: int, declared: int) -> RopeConfig:
     """NTK scaling for the longest context, whatever the text.
 
@@ -173,7 +164,7 @@ def _dynamic(rope: RopeConfig, inner: FieldReader, head_dim: int, declared: int)
     results, would depend on batch and history. As in vLLM they are fixed here for declared x factor
     positions, so short texts differ from transformers'.
     """
-    factor, dim = _factor(inner), rope.rotary_dim(head_dim)
+    factor, dim = inner.number("factor", least=1.0), rope.rotary_dim(head_dim)
     if dim < 4:
         raise inner.error("rope_type", f"dynamic needs a head_dim of 4 or more, not {dim}")
     rope = replace(rope, factor=factor, original_max_position_embeddings=declared)
@@ -191,7 +182,8 @@ def _llama3(rope: RopeConfig, inner: FieldReader) -> RopeConfig:
 
 
 def _yarn(rope: RopeConfig, inner: FieldReader, declared: int) -> RopeConfig:
-    factor = _factor(inner, max(1.0, declared / rope.original_max_position_embeddings))
+    longer = max(1.0, declared / rope.original_max_position_embeddings)
+    factor = inner.number("factor", default=longer, least=1.0)
     fast, slow = (
         inner.number("beta_fast", rope.beta_fast),
         inner.number("beta_slow", rope.beta_slow),
