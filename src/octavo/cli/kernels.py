@@ -8,8 +8,7 @@ from pathlib import Path
 from octavo.errors import KernelError
 from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
-from octavo.inspect.asm_html import render_html
-from octavo.inspect.asm_text import note_lines, render_text
+from octavo.inspect.asm_views import note_lines, render_html, render_text
 from octavo.inspect.notes import notes
 from octavo.inspect.page import SERIES, svg
 from octavo.kernels.matmul import quantization, roofline

@@ -1,7 +1,7 @@
 """Owns one kernel seen three ways at once: source lines, PTX and SASS, and how they correspond.
 
 `assemble` compiles and disassembles without a GPU. `notes` reads the result and says in words what
-the compiler did; `asm_text` and `asm_html` show it.
+the compiler did; `asm_views` shows it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from octavo.errors import KernelError
 from octavo.inspect.flow import Loop, loops
 from octavo.inspect.page import words
-from octavo.inspect.ptx import parse_ptx
-from octavo.inspect.sass import SassKernel, Step, disassemble
+from octavo.inspect.sass import SassKernel, Step, disassemble, parse_ptx
 from octavo.kernels.jit import KernelResources, compile_source
 
 _LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"$')

@@ -14,8 +14,7 @@ from typing import Any
 
 from octavo.inspect.asm import Assembly, Note
 from octavo.inspect.flow import Loop, edges, reachable, redundant_zeros
-from octavo.inspect.opcodes import GROUP_ORDER, MATH, TENSOR, group_of
-from octavo.inspect.sass import Step
+from octavo.inspect.sass import GROUP_ORDER, MATH, TENSOR, Step, group_of
 from octavo.inspect.source_loops import (
     Piece,
     SourceLoop,
@@ -48,8 +47,7 @@ def notes(assembly: Assembly) -> list[Note]:
         *_loop_notes(assembly),
         *_math_notes(assembly),
         *_memory_notes(assembly),
-        *_tma_notes(assembly),
-        *_sync_notes(assembly),
+        *_async_notes(assembly),
         *_odd_notes(assembly),
     ]
 
@@ -117,8 +115,8 @@ def _neighbours(assembly: Assembly, body: frozenset[int]) -> list[Step]:
     return max(beside, key=len, default=[])
 
 
-def _tma_notes(assembly: Assembly) -> Iterator[Note]:
-    """TMA loads, multicast, stores, and whether ptxas wrapped them in a loop over lanes."""
+def _async_notes(assembly: Assembly) -> Iterator[Note]:
+    """TMA, and whether ptxas wrapped it in a loop over lanes; barriers, waits, fences, dear fences."""
     note, sass = assembly.note, assembly.sass
     if loads := [s for s in sass.instructions if s.root == "UTMALDG"]:
         multicast = sum("MULTICAST" in s.opcode for s in loads)
@@ -128,11 +126,6 @@ def _tma_notes(assembly: Assembly) -> Iterator[Note]:
     ends = [sass.instructions[loop.last] for loop in assembly.sass_loops]
     if wrapped := [s for s in ends if s.starts("BRA.U.ANY")]:
         yield note("TMA", "tma_wrapped", wrapped, count=len(wrapped))
-
-
-def _sync_notes(assembly: Assembly) -> Iterator[Note]:
-    """Barriers, waits, fences, and fences that are dearer than they look in the source."""
-    note, sass = assembly.note, assembly.sass
     if counts := [(words, n) for prefix, words in _SYNC.items() if (n := sass.count(prefix))]:
         short = [loop.body for loop in assembly.sass_loops if len(loop.body) <= 12]
         waits = sum(any("PHASECHK" in sass.instructions[i].opcode for i in b) for b in short)

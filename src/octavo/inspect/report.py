@@ -20,12 +20,12 @@ from octavo.inspect.page import SERIES, render
 from octavo.inspect.report_data import (
     Group,
     LadderRun,
-    known_rung,
     level_rows,
     power_lines,
     requested_intensity,
 )
 from octavo.kernels.matmul.occupancy import occupancy
+from octavo.kernels.matmul.registry import rung
 from octavo.kernels.matmul.roofline import Roofline, peak_flops
 
 _COLOURS = {"bf16": SERIES[2], "fp32": SERIES[0]}
@@ -54,7 +54,9 @@ def render_report(
         title=f"The matmul ladder on {gpu}",
         gpu=gpu,
         run=run,
-        device=_device(device) if device else None,
+        levels=level_rows(device) if device else None,
+        power=power_lines(device) if device else None,
+        access=access_figure(device) if device else None,
         ladders={d: [_chart(run, group) for group in groups] for d, groups in present.items()},
         shown=shown,
         links=asm_links or {},
@@ -62,11 +64,6 @@ def render_report(
         pictures=pictures(),
         code=list(_code(assemblies or {})),
     )
-
-
-def _device(document: Mapping[str, Any]) -> dict[str, Any]:
-    levels, power = level_rows(document), power_lines(document)
-    return {"levels": levels, "power": power, "picture": access_figure(document)}
 
 
 def _chart(run: LadderRun, group: Group) -> tuple[Group, Any, float | None]:
@@ -90,10 +87,10 @@ def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, An
         slope = f"L2 by ordinary loads, {rate / 1e12:.1f} TB/s"
         roofs.append(("", slope, Roofline(peak_flops(run.device, "bf16"), rate), SERIES[3]))
     points = [
-        (requested_intensity(rung), row.tflops, f"{rung.number:02d}", _COLOURS[group.dtype])
+        (requested_intensity(one), row.tflops, f"{one.number:02d}", _COLOURS[group.dtype])
         for group in groups
         for row in group.rungs
-        if (rung := row.known) and row.ok
+        if (one := row.known) and row.ok
     ]
     return roofline_figure(roofs, points, "Roofline with every rung")
 
@@ -101,8 +98,7 @@ def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, An
 def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[tuple[Any, ...]]:
     """For each rung its resources, bytes of shared memory, occupancy, SASS length, and remarks."""
     for name, (assembly, remarks) in built.items():
-        if rung := known_rung(name):
-            found = assembly.resources
-            smem = found.static_smem + rung.dynamic_smem
-            fit = occupancy(rung.threads, found.registers, smem)
-            yield rung, found, smem, fit, len(assembly.sass.instructions), remarks
+        one, found = rung(name), assembly.resources
+        smem = found.static_smem + one.dynamic_smem
+        fit = occupancy(one.threads, found.registers, smem)
+        yield one, found, smem, fit, len(assembly.sass.instructions), remarks

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import UndefinedError
+
 from octavo.errors import KernelError
 from octavo.inspect.page import render, words
 from octavo.kernels.matmul.registry import RUNGS, Rung
@@ -39,7 +41,7 @@ class Row:
 
     @property
     def known(self) -> Rung | None:
-        return known_rung(self.rung)
+        return next((r for r in RUNGS if r.name == self.rung), None)
 
     @property
     def spread_tflops(self) -> tuple[float, float]:
@@ -111,7 +113,7 @@ def _load(path: Path, action: str, parse: Callable[[Any], Any]) -> Any:
         raise KernelError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise KernelError(f"{path} is not JSON: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, UndefinedError) as error:
         what = f"the result of `octavo kernels {action}`"
         raise KernelError(f"{path} is not {what}: {error}") from error
 
@@ -129,10 +131,6 @@ def parse_run(document: Mapping[str, Any]) -> LadderRun:
         raise ValueError("it has no results")
     ilp = tuple(document.get("ilp", ()))
     return LadderRun(document.get("environment", {}), tuple(groups.values()), ilp)
-
-
-def known_rung(name: str) -> Rung | None:
-    return next((r for r in RUNGS if r.name == name), None)
 
 
 def requested_intensity(rung: Rung) -> float:

@@ -1,7 +1,10 @@
-"""Owns machine code as data: runs nvdisasm on a CUBIN (no GPU needed) and parses what it prints.
+"""Owns machine code as data: reads PTX, runs nvdisasm on a CUBIN (no GPU needed) and reads its SASS.
 
-The disassembler comes from the nvidia-cuda-nvdisasm wheel. It says for each instruction the source line
-that it was made from (with -lineinfo) and the line of the PTX in between.
+PTX is what the compiler's front end wrote: unrolling and inlining are visible there, registers are
+still unlimited, and instructions are not yet scheduled. ptxas then makes SASS of it. The disassembler
+comes from the nvidia-cuda-nvdisasm wheel. It says for each instruction the source line that it was
+made from (with -lineinfo) and the line of the PTX in between. opcodes.txt says in words what each
+SASS opcode is, and the group it is counted under.
 """
 
 from __future__ import annotations
@@ -17,6 +20,18 @@ from typing import NamedTuple
 
 from octavo.errors import KernelError
 
+MATH, TENSOR, MOVE, OTHER = "math", "tensor core", "move", "other"
+GROUP_ORDER = (TENSOR, MATH, *["load", "store", "TMA", "sync", "address"], MOVE, "control", OTHER)
+_TABLE = [
+    [cell.strip() for cell in line.split("|")]
+    for line in (Path(__file__).parent / "opcodes.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+_KNOWN = {root: (group, words) for group, roots, words in _TABLE for root in roots.split()}
+_PTX_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
+_PTX_ENTRY = re.compile(r"\.entry\s+(\w+)")
+_PTX_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_PTX_INSTRUCTION = re.compile(r"(?:^|[;{}:])\s*(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*([^;]*?)\s*(?=;)")
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _LABEL = re.compile(r"^(\.L\S+):$")
 _INSTRUCTION = re.compile(
@@ -141,3 +156,50 @@ def parse_sass(listing: str) -> dict[str, SassKernel]:
             for found in [_TARGET.search(step.operands)]
         ]
     return kernels
+
+
+def parse_ptx(text: str) -> dict[str, list[Step]]:
+    """The instructions of each kernel by name. Declarations and debug sections are skipped."""
+    files = dict(_PTX_FILE.findall(text))
+    found: dict[str, list[Step]] = {}
+    steps: list[Step] = []
+    depth = 0  # of braces: a kernel's body, and blocks of inline assembly in it
+    callers: dict[Location, Location | None] = {}
+    chain: tuple[Location, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.split("//", 1)[0]
+        if entry := _PTX_ENTRY.search(code):
+            steps, callers, chain = found.setdefault(entry.group(1), []), {}, ()
+        elif loc := _PTX_LOC.match(code):
+            # It names the innermost line; who called that may have been said further back.
+            file, row, from_file, from_line = loc.groups(default="")
+            here = Location(files.get(file, ""), int(row))
+            caller = Location(files.get(from_file, ""), int(from_line)) if from_file else None
+            callers[here] = caller
+            chain = (here,)
+            while caller and caller not in chain:
+                chain += (caller,)
+                caller = callers.get(caller)
+        elif depth:
+            for guard, opcode, operands in _PTX_INSTRUCTION.findall(code):
+                steps.append(Step(number, guard, opcode, operands, chain))
+        depth += code.count("{") - code.count("}")
+    return found
+
+
+def _lookup(root: str) -> tuple[str, str]:
+    if root not in _KNOWN and root[1:] in _KNOWN and root.startswith("U"):
+        group, words = _KNOWN[root[1:]]
+        return group, f"{words}; on the uniform datapath (once a warp)"
+    return _KNOWN.get(root, (OTHER, ""))
+
+
+def group_of(step: Step) -> str:
+    """The group an instruction is counted under; unknown opcodes are "other"."""
+    is_move = step.opcode.startswith(("IMAD.MOV", "HFMA2.MMA"))
+    return MOVE if is_move else _lookup(step.root)[0]
+
+
+def words_of(root: str) -> str:
+    """What the opcode does, or an empty text for one we do not know."""
+    return _lookup(root)[1]

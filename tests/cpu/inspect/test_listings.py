@@ -6,8 +6,14 @@ import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.flow import edges, loops, reachable, redundant_zeros
-from octavo.inspect.ptx import parse_ptx
-from octavo.inspect.sass import Location, SassKernel, disassemble, find_tool, parse_sass
+from octavo.inspect.sass import (
+    Location,
+    SassKernel,
+    disassemble,
+    find_tool,
+    parse_ptx,
+    parse_sass,
+)
 from tests.cpu.inspect.listings import LOOP_SASS, sass_text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import KernelError
 from octavo.inspect.asm import Assembly, Note, assemble, from_listings
-from octavo.inspect.asm_text import render_text, short_operands
+from octavo.inspect.asm_views import render_text, short_operands
 from octavo.inspect.notes import access_bytes, most_in_flight, notes, tensor_clocks
 from octavo.inspect.sass import parse_sass
 from octavo.inspect.source_loops import source_loops, unrolling

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import KernelError
-from octavo.inspect.asm_html import render_html
+from octavo.inspect.asm_views import render_html
 from octavo.inspect.figures import ladder_figure, pictures, ring_figure, roofline_figure
 from octavo.inspect.notes import notes
 from octavo.inspect.page import PALETTE, canvas, style, svg, tip
@@ -164,9 +164,10 @@ def test_a_ladder_file_is_no_device_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(document()))
     with pytest.raises(KernelError, match="octavo kernels device"):
         load_device(path)
-    path.write_text("[]")
-    with pytest.raises(KernelError, match="octavo kernels device"):
-        load_device(path)
+    for broken in ("[]", json.dumps(device_document() | {"strided_read": {"1": {}}})):
+        path.write_text(broken)
+        with pytest.raises(KernelError, match="octavo kernels device"):
+            load_device(path)
 
 
 def test_the_asm_page_is_well_formed_and_links_three_panes() -> None:
