@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -27,6 +28,7 @@ from octavo.cli import main
 from octavo.config.step_cost import H200, Operation, step_operations
 from octavo.errors import ConfigError, OctavoError
 from octavo.executor.inline import _CallersThread
+from octavo.worker.worker import Worker
 from tests.cpu.tiny.helpers import tiny
 
 STREAM = 7
@@ -371,15 +373,27 @@ def test_a_step_that_does_not_fit_is_refused(tiny_model: Path, kind: StepKind, r
         check_fits(llm, StepKind("decode", 8, 50), steps=5)
 
 
+def test_prompts_that_run_in_pieces_are_refused(tiny_model: Path) -> None:
+    with tiny(tiny_model, long_prefill_token_threshold=16) as llm:
+        with pytest.raises(OctavoError, match=r"20 long_prefill_token_threshold; .* has 16"):
+            run_step(llm, StepKind("prefill", 2, 20), steps=1)
+        check_fits(llm, StepKind("decode", 2, 20), steps=5)
+
+
+@pytest.mark.parametrize("good", [0, 1, 9, 13], ids=["first", "second", "timed", "last"])
 def test_a_failing_request_ends_the_measurement(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    good: int, overlap: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny(tiny_model) as llm:
-        worker = llm.engine.core._executor._worker
-        with monkeypatch.context() as patch:
-            patch.setattr(worker, "launch", lambda plan: 1 / 0)
-            with pytest.raises(OctavoError, match="a request failed: ZeroDivisionError"):
-                measure_decode(llm, StepKind("decode", 2, 20), steps=2)
+    """Whichever launch fails: prefill, 5 uncounted steps and 8 that are timed."""
+    launch, launches = Worker.launch, itertools.count()
+
+    def launch_or_fail(worker: Worker, plan: Any) -> Any:
+        return launch(worker, plan) if next(launches) != good else 1 / 0
+
+    monkeypatch.setattr(Worker, "launch", launch_or_fail)
+    with tiny(tiny_model, async_scheduling=overlap) as llm:
+        with pytest.raises(OctavoError, match="a request failed: ZeroDivisionError"):
+            measure_decode(llm, StepKind("decode", 2, 20), steps=8)
 
 
 def octavo(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
