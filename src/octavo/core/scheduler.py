@@ -206,7 +206,7 @@ class Scheduler:
             news = self._news(request)
         else:
             return None
-        news.new_token_ids = sampled[:num_appended]
+        news.new_token_ids = sampled if num_appended == len(sampled) else sampled[:num_appended]
         if (logprobs := output.logprobs.get(request_id)) is not None:
             news.logprobs = logprobs[:num_appended]
         news.prompt_logprobs = scores
