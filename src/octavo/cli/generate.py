@@ -88,20 +88,14 @@ def score_lines(entries: Sequence[dict[int, Logprob] | None] | None) -> list[str
 def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
     """The whole result as JSON values."""
     metrics = output.metrics
+    plain = ("text", "token_ids", "finish_reason", "stop_reason", "error")
     return {
         "prompt": prompt,
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
         "outputs": [
-            {
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-                "logprobs": _scores(completion.logprobs),
-                "error": completion.error,
-            }
-            for completion in output.outputs
+            {name: getattr(one, name) for name in plain} | {"logprobs": _scores(one.logprobs)}
+            for one in output.outputs
         ],
         "prompt_logprobs": _scores(output.prompt_logprobs),
         "ttft_s": metrics.ttft if metrics else None,
