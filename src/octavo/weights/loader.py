@@ -66,8 +66,7 @@ def _check_shapes(config: ModelConfig) -> None:
         return
     held: Iterable[tuple[str, tuple[int, ...]]]
     if config.load_format == "gguf":
-        infos = gguf.GGUFFile(config.path).tensors
-        held = ((gguf.hf_name(name), info.shape) for name, info in infos.items())
+        held = ((one.name, one.shape) for one in gguf.weights(gguf.GGUFFile(config.path)))
     else:  # memory-mapped: no data is read
         held = ((n, tuple(t.shape)) for n, t in safetensors.iterate_tensors(config.path))
     waiting = registry.weight_map(config)
