@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 
 
@@ -82,8 +91,12 @@ def save_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_freqs: list[float] | None = None,
     architecture: str = "llama",
+    counts: Mapping[str, int] = {},
 ) -> None:
-    """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32."""
+    """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32.
+
+    counts: more metadata, by their keys under the architecture's.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_vocab_size(config["vocab_size"])
@@ -97,6 +110,8 @@ def save_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for key, value in counts.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in tensors.items():
