@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.config.model import ModelConfig
 
 LinearBackend = Literal["tiled", "cublas", "fixed"]
@@ -70,6 +71,12 @@ class CacheConfig:
     gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
     num_blocks_override: int | None
+    group_windows: tuple[int | None, ...] = (None,)
+    """The window of each KV group; see ModelConfig.layer_groups."""
+
+    def layout(self, max_num_batched_tokens: int) -> KVCacheLayout:
+        """What requests hold: a step in flight and the next one may run that many tokens each."""
+        return KVCacheLayout(self.block_size, self.group_windows, 2 * max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from octavo.config import gemma
+from octavo.config.encoder import ENCODERS, EncoderConfig, read_encoder
 from octavo.config.fields import FieldReader, shown, token_ids
 from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.kv_cache import KVCacheSpec
@@ -29,7 +31,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
+    gemma.GEMMA3,
     *MOE_ARCHITECTURES,
+    *ENCODERS,
 )
 
 # Far above any real model, so that a damaged config is refused and not tried.
@@ -40,6 +44,7 @@ MAX_HEADS, MAX_HEAD_DIM = 512, 1024
 # Families whose config may ask for a sliding window -> the window where the key is not there at all,
 # as in transformers.
 _WINDOWED: dict[str, int | None] = {
+    gemma.GEMMA3: 4096,
     "MistralForCausalLM": 4096,
     "MixtralForCausalLM": None,
     "Phi3ForCausalLM": None,
@@ -48,7 +53,7 @@ _WINDOWED: dict[str, int | None] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Architecture of a decoder, complete: nothing else is read from the checkpoint's config."""
+    """Architecture of a model, complete: nothing else is read from the checkpoint's config."""
 
     architecture: str
     """Hugging Face class name, e.g. LlamaForCausalLM."""
@@ -80,10 +85,25 @@ class ModelConfig:
     qk_norm: bool = False
     """An RMS norm over each head of q and of k, before the rotary embedding."""
     sliding_window: int | None = None
-    """A token sees the keys from its position - sliding_window + 1 on; None: all. The KV cache still
-    holds the keys before: blocks out of the window are not freed yet."""
+    """A token sees the keys from its position - sliding_window + 1 on; None: all."""
+    global_layers: tuple[int, ...] = ()
+    """Layers that see all keys, whatever the window of the others, which are local."""
+    local_rope: RopeConfig | None = None
+    """Of the local layers; None: `rope`."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by its square root; None: head_dim."""
+    gelu: bool = False
+    """The MLP's gate is gelu by its tanh instead of silu."""
+    post_norms: bool = False
+    """Norms on what attention and MLP add to the residual stream, too."""
+    norm_unit_offset: bool = False
+    """Norms multiply by 1 + weight, and round after it."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it, rounded to the dtype."""
     moe: MoEConfig | None = None
     """Layers whose MLP is a mixture of experts; None: there are none."""
+    encoder: EncoderConfig | None = None
+    """Of an embedding model, which has no rope, no gates, no lm_head and no KV cache; else None."""
 
     @classmethod
     def from_hf(
@@ -99,6 +119,11 @@ class ModelConfig:
         architecture or feature we do not build, ConfigError for a missing or bad field.
         """
         architecture = _architecture(config)
+        if architecture in ENCODERS:
+            fields = read_encoder(FieldReader(config, str(path)), architecture)
+            return cls(architecture, path, load_format, _dtype(dtype, config), **fields)
+        if architecture == gemma.GEMMA3:
+            config = gemma.with_defaults(config)
         read = FieldReader(config, str(path))
         _refuse_unsupported(config, architecture, path)
         hidden_size = read.count("hidden_size")
@@ -108,13 +133,19 @@ class ModelConfig:
             raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
         head_dim = _head_dim(architecture, hidden_size, num_heads, read)
         declared = read.count("max_position_embeddings", limit=MAX_CONTEXT)
-        rope = read_rope(config, read, architecture, head_dim, declared)
+        family: dict[str, Any] = _biases(architecture, read)
+        if architecture == gemma.GEMMA3:
+            rope, family["local_rope"] = gemma.read_ropes(read, head_dim, declared)
+        else:
+            rope = read_rope(config, read, architecture, head_dim, declared)
         if (context := rope.context(declared)) > MAX_CONTEXT:
             raise read.error("max_position_embeddings", f"{context} is more than {MAX_CONTEXT}")
         vocab_size = read.count("vocab_size")
         bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
         eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
         num_layers = read.count("num_hidden_layers", limit=MAX_LAYERS)
+        if architecture == gemma.GEMMA3:
+            family |= gemma.read_family(read, num_layers, hidden_size)
         return cls(
             architecture=architecture,
             path=path,
@@ -133,10 +164,10 @@ class ModelConfig:
             tie_word_embeddings=read.flag("tie_word_embeddings"),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            qk_norm=architecture.startswith("Qwen3"),
+            qk_norm=architecture.startswith(("Qwen3", "Gemma3")),
             sliding_window=_window(architecture, read, context),
             moe=read_moe(read, architecture, num_layers),
-            **_biases(architecture, read),
+            **family,
         )
 
     @classmethod
@@ -169,14 +200,35 @@ class ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
         return replace(self, rope=self.rope.for_context(max_model_len))
 
+    def window(self, layer: int) -> int | None:
+        """Keys that a token sees in this layer, its own included; None: all up to its own."""
+        return None if layer in self.global_layers else self.sliding_window
+
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that share a block table, those that see all keys first.
+
+        Layers of a group are alike. There are as many in one as there are of the rarer kind, at most,
+        so that a block of any group can have the same bytes.
+        """
+        local = tuple(one for one in range(self.num_layers) if one not in self.global_layers)
+        kinds = [kind for kind in (self.global_layers, local) if kind]
+        size = min(map(len, kinds))
+        return tuple(kind[i : i + size] for kind in kinds for i in range(0, len(kind), size))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
     def num_norm_parameters(self) -> int:
-        """Of one decoder layer: two norms of the hidden states, and those of q and k if any."""
-        return 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        """Of one decoder layer: the norms of the hidden states, and those of q and k if any."""
+        if self.encoder is not None:
+            return 4 * self.hidden_size  # theirs have biases
+        return (2 + 2 * self.post_norms) * self.hidden_size + self.qk_norm * 2 * self.head_dim
 
     def num_layer_parameters(self) -> int:
         """Parameters of one decoder layer but for its MLP: q, k, v, o, biases and norms."""
@@ -188,7 +240,8 @@ class ModelConfig:
     def num_mlp_parameters(self, active: bool = False) -> int:
         """Parameters of the MLPs of all layers; `active`: those that one token meets."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        dense = 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
+        inputs = 2 if self.encoder is None else 1  # matrices that x meets: gate and up
+        dense = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
         if self.moe is None:
             return self.num_layers * dense
         num_dense = len(self.moe.dense_layers)
@@ -203,6 +256,9 @@ class ModelConfig:
         vocab = self.vocab_size * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
         layers = self.num_layers * self.num_layer_parameters() + self.num_mlp_parameters(active)
+        if self.encoder is not None:  # tables of positions and token types, and a norm with a bias
+            tables = self.encoder.num_positions + self.encoder.num_token_types
+            return layers + vocab + (tables + 2) * self.hidden_size
         return layers + self.hidden_size + heads * vocab
 
     def weight_bytes(self) -> int:
@@ -210,22 +266,23 @@ class ModelConfig:
         return self.num_parameters() * self.dtype_bytes
 
     def kv_bytes_per_token(self) -> int:
-        """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype."""
+        """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype; 0 for an encoder."""
+        if self.encoder is not None:
+            return 0
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs to run one token that attends to `context` keys, logits included.
 
         2 x (weights that the token meets in all layers + vocab_size x hidden_size)
-        + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
-        Norms, rotary embedding, softmax and activations are left out: below 1 %. With a sliding
-        window, of `context` keys only those in it count.
+        + 4 x num_heads x head_dim x the keys that each layer sees of them, added up   (Q K^T and P V, 2 FLOPs a product).
+        Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
-        context = min(context, self.sliding_window or context)
+        keys = sum(min(context, self.window(one) or context) for one in range(self.num_layers))
         matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
         matrices += self.num_mlp_parameters(active=True)
-        logits = self.vocab_size * self.hidden_size
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
+        logits = self.vocab_size * self.hidden_size if self.encoder is None else 0
+        attention = 4 * self.num_heads * self.head_dim * keys
         return 2 * (matrices + logits) + attention
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
@@ -249,6 +306,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path) -> None:
     windowed = architecture in _WINDOWED
     harmless_keys = dict(_UNSUPPORTED)
+    if architecture == gemma.GEMMA3:
+        del harmless_keys["hidden_act"]  # hidden_activation counts
+        harmless_keys |= gemma.HARMLESS
     if architecture in MOE_ARCHITECTURES:
         del harmless_keys["num_experts"], harmless_keys["num_local_experts"]
     # Qwen configs name a window that only use_sliding_window puts to use.
@@ -260,6 +320,8 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path
         value = config.get(key)
         if value is not None and value not in harmless:
             raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
+    if architecture == gemma.GEMMA3:
+        return
     kinds = config.get("layer_types") or []
     # All layers are alike.
     kind = "full_attention"

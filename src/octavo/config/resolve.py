@@ -101,7 +101,7 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     scheduler = _resolve_scheduler(args, model, facts, log)
     if model.rope.kind == "longrope":
         model = _resolve_longrope(model, scheduler.max_model_len, log)
-    cache = _resolve_cache(args, facts, log)
+    cache = _resolve_cache(args, model, facts, log)
     _integer("seed", args.seed, -(2**63), 2**64 - 1)
     log.keep(args, "seed")
     _integer("max_logprobs", args.max_logprobs, -1)
@@ -216,7 +216,9 @@ def _resolve_longrope(model: ModelConfig, max_model_len: int, log: _Log) -> Mode
     return model.for_context(max_model_len)
 
 
-def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConfig:
+def _resolve_cache(
+    args: EngineArgs, model: ModelConfig, facts: DeviceFacts, log: _Log
+) -> CacheConfig:
     _integer("block_size", args.block_size, 1, MAX_BLOCK_SIZE)
     share = args.gpu_memory_utilization
     if share is not None and (not isinstance(share, int | float) or not 0.0 < share <= 1.0):
@@ -235,6 +237,7 @@ def _resolve_cache(args: EngineArgs, facts: DeviceFacts, log: _Log) -> CacheConf
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_blocks_override=args.num_gpu_blocks_override,
+        group_windows=tuple(model.window(group[0]) for group in model.layer_groups()),
     )
 
 
@@ -243,7 +246,7 @@ def size_kv_pool(
 ) -> tuple[int, Decision]:
     """Blocks of the pool, the null block included, given the memory left after a full-size step.
 
-    block_bytes: one block over all layers; available_bytes: on a GPU what is left of its
+    block_bytes: one block over the layers of a group; available_bytes: on a GPU what is left of its
     gpu_memory_utilization. Raises ConfigError with what would fit.
     """
     cache, scheduler = config.cache, config.scheduler
@@ -256,8 +259,8 @@ def size_kv_pool(
         return cache.num_blocks_override, Decision(
             "kv_pool", f"{cache.num_blocks_override} blocks", "num_gpu_blocks_override"
         )
-    blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
-    useful = scheduler.max_num_seqs * blocks_per_request + 1
+    layout = cache.layout(scheduler.max_num_batched_tokens)
+    useful = scheduler.max_num_seqs * layout.peak_blocks(scheduler.max_model_len) + 1
     if cache.kv_cache_memory_bytes is not None:
         size, reason = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif config.device == "cuda":
@@ -282,7 +285,7 @@ def size_kv_pool(
         )
     if num_blocks == useful:
         reason = "all that max_num_seqs requests of max_model_len can use"
-    tokens = (num_blocks - 1) * cache.block_size
+    tokens = (num_blocks - 1) // len(cache.group_windows) * cache.block_size
     return num_blocks, Decision("kv_pool", f"{num_blocks} blocks, {tokens} tokens", reason)
 
 
@@ -290,7 +293,8 @@ def estimate_pool(config: EngineConfig, facts: DeviceFacts) -> tuple[int, Decisi
     """`size_kv_pool` before anything is loaded: weights are subtracted, activations are not."""
     spec = config.model.kv_cache_spec(config.cache.block_size)
     left = engine_share(config, facts) - config.model.weight_bytes()
-    return size_kv_pool(config, config.model.num_layers * spec.block_bytes, max(0, left))
+    num_layers = len(config.model.layer_groups()[0])
+    return size_kv_pool(config, num_layers * spec.block_bytes, max(0, left))
 
 
 def engine_share(config: EngineConfig, facts: DeviceFacts) -> int:
@@ -306,8 +310,9 @@ def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineCon
 
     A context that was asked for and does not fit raises ConfigError; the model's own is lowered.
     """
-    capacity = (num_blocks - 1) * config.cache.block_size
     scheduler, decisions = config.scheduler, [*config.decisions, pool]
+    layout = config.cache.layout(scheduler.max_num_batched_tokens)
+    capacity = layout.most_tokens(num_blocks - 1, scheduler.max_model_len)
     if capacity < scheduler.max_model_len:
         [asked] = [decision for decision in decisions if decision.name == "max_model_len"]
         if asked.reason == AS_GIVEN:

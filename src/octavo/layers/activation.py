@@ -7,14 +7,16 @@ import torch
 from octavo.kernels.triton import activation
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """x: (rows, 2 * size), gate then up -> (rows, size) = silu(gate) * up, computed in fp32.
 
-    Not F.silu: torch's CPU kernel uses another exp for the last few elements of a buffer, so bits
-    would depend on where a row lies. torch.exp does not.
+    gelu: gelu(gate) by its tanh instead. Not F.silu: torch's CPU kernel uses another exp for the last
+    few elements of a buffer, so bits would depend on where a row lies. torch.exp does not.
     """
     if x.is_cuda:
-        return activation.silu_and_mul(x)
+        return activation.silu_and_mul(x, gelu)
     gate, up = x.float().chunk(2, dim=-1)
-    silu = gate / torch.exp(-gate).add_(1.0)
-    return silu.mul_(up).to(x.dtype)
+    logit = gate
+    if gelu:
+        logit = (gate * gate).mul_(0.044715).add_(1.0).mul_(gate).mul_(activation.TWICE_ROOT)
+    return (gate / torch.exp(-logit).add_(1.0)).mul_(up).to(x.dtype)

@@ -9,15 +9,23 @@ from octavo.kernels.triton.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF."""
+    """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF.
+
+    unit_offset: x / rms(x) * (1 + weight), rounded after that, as in HF's Gemma.
+    """
 
     def __init__(
-        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        unit_offset: bool = False,
     ) -> None:
         super().__init__()
         empty = torch.empty(hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self.eps = eps
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -28,9 +36,11 @@ class RMSNorm(nn.Module):
         written into `residual`.
         """
         if x.is_cuda:
-            return rms_norm(x, self.weight, self.eps, residual)
+            return rms_norm(x, self.weight, self.eps, residual, self.unit_offset)
         residual = x if residual is None else x + residual
         wide = residual.float()
         variance = wide.square().mean(-1, keepdim=True)
         normed = wide * torch.rsqrt(variance + self.eps)
+        if self.unit_offset:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype), residual
         return self.weight * normed.to(x.dtype), residual

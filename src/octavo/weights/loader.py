@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend
 from octavo.config import machine
 from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
@@ -23,7 +23,7 @@ _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 def load_model(
     config: ModelConfig,
-    backend: AttentionBackend,
+    backend: ModelBackend,
     device: torch.device,
     seed: int = 0,
     linear_backend: LinearBackend = "tiled",

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -110,7 +110,7 @@ class ModelRunner(ABC):
         self,
         config: EngineConfig,
         model: DecoderModel,
-        backend: AttentionBackend,
+        backend: ModelBackend,
         kv_caches: list[torch.Tensor],
         device: torch.device,
         connector: KVConnectorWorker | None = None,
@@ -122,7 +122,11 @@ class ModelRunner(ABC):
         self._connector = connector or NullWorkerConnector()
         self._connector.register_kv_caches(kv_caches)
         self.slots = RequestSlots(
-            scheduler.max_num_seqs, scheduler.max_model_len, self._block_size, device
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            self._block_size,
+            device,
+            len(config.cache.group_windows),
         )
         self._sampling = SamplingState(scheduler.max_num_seqs, config.model.vocab_size, device)
         num_slots = kv_caches[0].shape[0] * self._block_size
@@ -225,7 +229,9 @@ class ModelRunner(ABC):
         self._connector.start_load_kv(plan.kv_connector_metadata)
         hidden, logits = self._forward(batch)
         self._connector.save_kv(plan.kv_connector_metadata)
-        self._score_prompts(scheduled, batch.common.slot_mapping, hidden, step)
+        # Hidden states are kept with the blocks of the first group.
+        slot_mapping = batch.common.slot_mapping.reshape(-1, len(hidden))[0]
+        self._score_prompts(scheduled, slot_mapping, hidden, step)
         if batch.sampled_ids:
             step.request_ids = batch.sampled_ids
             step.sampled = self._sample(batch, logits)
@@ -262,7 +268,7 @@ class ModelRunner(ABC):
         slot = self.slots.slot_of[request_id]
         targets = torch.arange(positions.start, positions.stop, device=self._device)
         sources = targets - 1
-        blocks = self.slots.block_table[slot, sources // self._block_size].to(torch.int64)
+        blocks = self.slots.block_tables[0, slot, sources // self._block_size].to(torch.int64)
         kv_slots = blocks * self._block_size + sources % self._block_size
         next_tokens = self.slots.token_ids[slot, targets].to(torch.int64)
         return self._scorer.score(kv_slots, next_tokens, num_top)

@@ -68,13 +68,14 @@ def make_scheduler(
     budget: int = 64,
     max_model_len: int = 128,
     caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
     connector: KVConnectorScheduler | None = None,
     **config: object,
 ) -> Scheduler:
     """A scheduler over a small pool."""
     return Scheduler(
         SchedulerConfig(max_num_seqs, budget, max_model_len, **config),  # type: ignore[arg-type]
-        CacheConfig(block_size, caching, 0.9, None, None),
+        CacheConfig(block_size, caching, 0.9, None, None, windows),
         num_usable_blocks + 1,
         connector=connector,
     )
