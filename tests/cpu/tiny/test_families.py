@@ -1,4 +1,4 @@
-"""The engine on families with windows and fused weights: results do not depend on the batch."""
+"""The engine on families with windows, fused weights or experts: results do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [3.0] * 6},
     },
     "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -47,15 +60,25 @@ def result(output: RequestOutput) -> tuple[list[int], list[float]]:
     return completion.token_ids, [entry[token].logprob for entry, token in pairs]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_solo_batched_chunked_and_warm_are_equal(family: str, tmp_path: Path) -> None:
-    """Tokens and the bits of their scores, also where the prefix cache holds what a window hides."""
+def test_results_are_those_of_each_request_alone(family: str, dtype: str, tmp_path: Path) -> None:
+    """Tokens and the bits of their scores: batched, chunked, warm, preempted, without overlap.
+
+    Warm, the prefix cache may hold what a window hides.
+    """
     folder, settings = save(tmp_path, family), params(max_tokens=24, logprobs=0)
-    loaded = {"load_format": "safetensors"}
+    loaded = {"load_format": "safetensors", "dtype": dtype}
     with tiny(folder, **loaded) as llm:
         solo = [result(run(llm, [prompt], settings)[0]) for prompt in PROMPTS]
     for budget in (37, 501):
         with tiny(folder, max_num_batched_tokens=budget, **loaded) as llm:
             for _ in ("cold", "warm"):
                 assert [result(one) for one in run(llm, PROMPTS, settings)] == solo
-    assert len({token for tokens, _ in solo for token in tokens}) > 20
+    # All prompts fit the pool, all of them with their outputs do not.
+    scarce = {"num_gpu_blocks_override": 1 + sum(-(-len(prompt) // 16) for prompt in PROMPTS)}
+    with tiny(folder, async_scheduling=False, **scarce, **loaded) as llm:
+        assert [result(one) for one in run(llm, PROMPTS, settings)] == solo
+        # Mistral's window frees blocks.
+        assert llm.engine.core.stats().num_preemptions > 0 or family == "mistral"
+    assert len({token for tokens, _ in solo for token in tokens}) > 15
