@@ -1,11 +1,29 @@
-"""Root-mean-square normalisation, with the residual addition that precedes it."""
+"""Normalisation of rows: by root mean square, with the residual addition before it, and LayerNorm."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from octavo.kernels.triton.norm import rms_norm
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias. A row's bits depend on that row only."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        empty = torch.empty(2, hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty[0], requires_grad=False)
+        self.bias = nn.Parameter(empty[1], requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, hidden_size) -> the same shape."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):

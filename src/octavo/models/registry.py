@@ -8,8 +8,9 @@ from functools import partial
 import torch
 
 from octavo.attention.groups import ModelBackend
+from octavo.config.encoder import ENCODERS
 from octavo.config.model import ModelConfig
-from octavo.models import llama
+from octavo.models import bert, llama
 from octavo.models.decoder import DecoderModel, WeightTarget
 
 WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
@@ -22,6 +23,7 @@ WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
     "Qwen3MoeForCausalLM": llama.weight_map,
     "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
     "Gemma3ForCausalLM": llama.weight_map,
+    **dict.fromkeys(ENCODERS, bert.weight_map),
 }
 """One entry for each of config.model.ARCHITECTURES."""
 
