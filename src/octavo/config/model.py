@@ -275,7 +275,7 @@ class ModelConfig:
         """FLOPs to run one token that attends to `context` keys, logits included.
 
         2 x (weights that the token meets in all layers + vocab_size x hidden_size)
-        + 4 x num_heads x head_dim x the keys that each layer sees of them, added up   (Q K^T and P V, 2 FLOPs a product).
+        + 4 x num_heads x head_dim x (keys that each layer sees of them, added up), Q K^T and P V.
         Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
         keys = sum(min(context, self.window(one) or context) for one in range(self.num_layers))

@@ -41,7 +41,8 @@ def launch_options(size: int, gelu: bool = False) -> dict[str, int | bool]:
 def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """x: (rows, 2 * size) contiguous, gate then up -> (rows, size) = silu(gate) * up.
 
-    gelu: gelu(gate) by its tanh instead. Computed in fp32, rounded once. Raises KernelError for strided rows.
+    gelu: gelu(gate) by its tanh instead. Computed in fp32, rounded once. Raises KernelError for
+    strided rows.
     """
     if not x.is_contiguous():
         raise KernelError(f"silu_and_mul needs contiguous rows, not strides {x.stride()}")

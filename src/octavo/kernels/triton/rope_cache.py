@@ -124,8 +124,8 @@ def rope_and_cache(
     head_dim / 2); positions: (T,) int32 or int64, inside the tables; slot_mapping: (T,) int64, -1 for
     a row whose k and v go nowhere; kv_cache: (num_blocks, 2, num_kv_heads, block_size, head_dim),
     each block contiguous. q_norm, k_norm: (head_dim,) weights of an RMSNorm of each head before the
-    rotation, both or neither; unit_offset as in `rms_norm`. Pairs are (i, i + head_dim / 2), in fp32, rounded once. Raises
-    KernelError for operands laid out otherwise.
+    rotation, both or neither; unit_offset as in `rms_norm`. Pairs are (i, i + head_dim / 2), in fp32,
+    rounded once. Raises KernelError for operands laid out otherwise.
     """
     tokens = qkv.shape[0]
     _, _, _, block_size, head_dim = kv_cache.shape

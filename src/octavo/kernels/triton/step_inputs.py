@@ -127,8 +127,9 @@ def prepare_step(
     block_tables (groups, max_num_seqs, max_blocks) and num_computed_tokens, int32. outputs, at least
     as long as `padded` says: input_ids int32, positions int64 (tokens), slot_mapping int64 (groups,
     tokens); seq_lens (requests), query_start_loc (requests + 1), block_tables (groups, max_num_seqs,
-    max_blocks) int32; logits_indices int64 and sample_slots int32 (requests). counts: requests, tokens, sampled rows; padded: requests and
-    tokens with padding, which is empty requests and tokens of id 0, position 0 and slot -1.
+    max_blocks) int32; logits_indices int64 and sample_slots int32 (requests). counts: requests, tokens,
+    sampled rows; padded: requests and tokens with padding, which is empty requests and tokens of id 0,
+    position 0 and slot -1.
     """
     groups, max_num_seqs, max_blocks = slots[1].shape
     widths = slots[0].shape[1], max_blocks, max_num_seqs, outputs[2].shape[1]
