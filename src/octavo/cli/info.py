@@ -61,11 +61,19 @@ def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) 
 
 def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:
     """Sizes and costs of the model on this machine, as printable values."""
-    context = model.max_position_embeddings
+    context, moe = model.max_position_embeddings, model.moe
+    experts = {}
+    if moe is not None:
+        experts = {
+            "active_parameters": f"{model.num_parameters(active=True):,} for each token",
+            "experts": f"{moe.num_experts}, {moe.experts_per_token} for each token, "
+            f"in {model.num_layers - len(moe.dense_layers)} layers",
+        }
     return {
         "model": str(model.path),
         "architecture": model.architecture,
         "parameters": f"{model.num_parameters():,}",
+        **experts,
         "weights": f"{model.weight_bytes() / GIB:.2f} GiB as {model.dtype}",
         "layers": f"{model.num_layers} of hidden size {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, head_dim {model.head_dim}",

@@ -123,18 +123,20 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
     """Raises ConfigError naming what the GPU kernels are not made for."""
     if model.dtype == "float32":
         raise ConfigError("dtype='float32' runs on the CPU only; use 'bfloat16' or 'float16'")
-    if model.head_dim not in GPU_HEAD_DIMS:
+    if model.encoder is None and model.head_dim not in GPU_HEAD_DIMS:
         raise ConfigError(
             f"head_dim={model.head_dim} of {model.path} is none of {GPU_HEAD_DIMS}, which the GPU "
             "kernels take; use device='cpu'"
         )
-    if args.linear_backend != "cublas":
-        for name in ("vocab_size", "hidden_size", "intermediate_size"):
-            if (size := getattr(model, name)) % 8:
-                raise ConfigError(
-                    f"{name}={size} of {model.path} is no multiple of 8, which "
-                    "linear_backend='fixed' needs; use 'cublas'"
-                )
+    sizes = {n: getattr(model, n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
+    way_out = "linear_backend='fixed' needs; use 'cublas'"
+    if model.moe is not None:  # their products have one kernel
+        sizes["moe_intermediate_size"] = model.moe.intermediate_size
+        sizes["shared_expert_intermediate_size"] = model.moe.shared_intermediate_size
+        way_out = "mixtures of experts need on a GPU; use device='cpu'"
+    for name, size in sizes.items():
+        if size % 8 and (model.moe is not None or args.linear_backend != "cublas"):
+            raise ConfigError(f"{name}={size} of {model.path} is no multiple of 8, which {way_out}")
     if model.vocab_size > MAX_VOCAB:
         raise ConfigError(f"vocab_size={model.vocab_size} of {model.path} is more than {MAX_VOCAB}")
     if args.block_size not in GPU_BLOCK_SIZES:
@@ -173,6 +175,8 @@ def _resolve_scheduler(
     else:
         seqs, tokens = 64, 512
         reason = "about half a second of prefill on a CPU, so that running streams stay smooth"
+    if model.encoder is not None and max_model_len > tokens:
+        tokens, reason = max_model_len, "a text of any length in one step"
     max_num_seqs = log.pick(
         "max_num_seqs", args.max_num_seqs, seqs, f"default on a {facts.kind.upper()}"
     )
@@ -183,6 +187,11 @@ def _resolve_scheduler(
         raise ConfigError(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
             "a step must be able to run one token of every request"
+        )
+    if model.encoder is not None and budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_model_len={max_model_len}: "
+            "an embedding model runs a text in one step"
         )
     slot_bytes = 4 * max_num_seqs * max_model_len  # the runner's token history
     if slot_bytes > facts.available_bytes // 2:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.config.rope import RopeConfig
+from octavo.kernels.triton.experts import reference_route
 from octavo.layers.activation import silu_and_mul
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.norm import RMSNorm
@@ -67,6 +68,8 @@ def test_rows_do_not_depend_on_their_place(size: int, dtype: torch.dtype, thread
     operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         silu_and_mul,
         lambda rows: layer(rows, rows)[0],
+        lambda rows: reference_route(rows, 2 * size, 8, True).weights,
+        lambda rows: reference_route(rows, size + 1, 4, False).weights,
         rotate,
     ]
     before = torch.get_num_threads()
