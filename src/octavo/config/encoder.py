@@ -53,7 +53,9 @@ def read_encoder(read: FieldReader, architecture: str) -> dict[str, Any]:
     if ENCODERS[architecture]:
         first = 1 + read.count("pad_token_id", default=1, limit=_MAX_POSITIONS)
         if first >= num_positions:
-            raise read.error("max_position_embeddings", f"{num_positions} leaves none beyond {first}")
+            raise read.error(
+                "max_position_embeddings", f"{num_positions} leaves none beyond {first}"
+            )
     hidden_size, num_heads = read.count("hidden_size"), read.count("num_attention_heads", limit=512)
     if hidden_size % num_heads:
         raise read.error("num_attention_heads", f"{num_heads} does not divide {hidden_size}")

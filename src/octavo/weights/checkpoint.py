@@ -10,6 +10,7 @@ from octavo.config.fields import token_ids
 from octavo.config.model import LoadFormat, ModelConfig
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights import gguf, hub, safetensors
+from octavo.weights.sentence_transformers import with_pooling
 
 
 def load_model_config(args: EngineArgs) -> ModelConfig:
@@ -39,6 +40,8 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
     result = ModelConfig.from_hf(
         config, path, "dummy" if load_format == "dummy" else "safetensors", dtype
     )
+    if result.encoder is not None:
+        return with_pooling(result)
     return replace(result, eos_token_ids=_merge_eos(result, path))
 
 
