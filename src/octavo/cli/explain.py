@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
-    config = finalise(config, *estimate_pool(config, facts))
+    if model.encoder is None:
+        config = finalise(config, *estimate_pool(config, facts))
     if args.json:
         rows = [{"name": d.name, "value": d.value, "reason": d.reason} for d in config.decisions]
         print(json.dumps(rows))
@@ -63,6 +64,8 @@ def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     """Print what a step must do on this machine, beside what a measurement says that it took."""
     at_least(1, args, "batch_size", "context")
     model = load_model_config(settings)
+    if model.encoder is not None:
+        raise ConfigError(f"--step: {model.path} is an embedding model, which has no such steps")
     if model.dtype == "float32":  # as `resolve` decides on a GPU
         model = dataclasses.replace(model, dtype="bfloat16")
     kind = StepKind("prefill" if args.prefill else "decode", args.batch_size, args.context)

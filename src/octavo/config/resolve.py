@@ -129,6 +129,8 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
             "kernels take; use device='cpu'"
         )
     sizes = {n: getattr(model, n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
+    if model.encoder is not None:
+        del sizes["vocab_size"]  # it has no lm_head
     way_out = "linear_backend='fixed' needs; use 'cublas'"
     if model.moe is not None:  # their products have one kernel
         sizes["moe_intermediate_size"] = model.moe.intermediate_size
