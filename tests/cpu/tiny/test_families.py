@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo import LLM, SamplingParams
 from octavo.config.model import ModelConfig
 from octavo.models.registry import weight_map
 from octavo.outputs import RequestOutput
@@ -19,6 +21,13 @@ from tests.cpu.tiny.helpers import params, run, tiny
 PROMPTS = [[3, 4, 5], list(range(10, 200)), [7] * 33, list(range(100, 429))]
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 5,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+    },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
         "partial_rotary_factor": 0.75,
@@ -60,6 +69,21 @@ def result(output: RequestOutput) -> tuple[list[int], list[float]]:
     return completion.token_ids, [entry[token].logprob for entry, token in pairs]
 
 
+def preempted(llm: LLM, settings: SamplingParams) -> list[tuple[list[int], list[float]]]:
+    """Results of all prompts together, where every fifth step one of them gives up its blocks."""
+    engine, state, done = llm.engine, llm.engine.core.scheduler.state, {}
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, settings)
+    for step in itertools.count(1):
+        if not engine.has_work():
+            break
+        done |= {int(one.request_id): result(one) for one in engine.step() if one.finished}
+        if step % 5 == 0 and len(state.running):
+            state.preempt(list(state.running)[step % len(state.running)])
+    assert state.totals.preemptions > 3
+    return [done[number] for number in range(len(PROMPTS))]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_those_of_each_request_alone(family: str, dtype: str, tmp_path: Path) -> None:
@@ -75,10 +99,20 @@ def test_results_are_those_of_each_request_alone(family: str, dtype: str, tmp_pa
         with tiny(folder, max_num_batched_tokens=budget, **loaded) as llm:
             for _ in ("cold", "warm"):
                 assert [result(one) for one in run(llm, PROMPTS, settings)] == solo
-    # All prompts fit the pool, all of them with their outputs do not.
-    scarce = {"num_gpu_blocks_override": 1 + sum(-(-len(prompt) // 16) for prompt in PROMPTS)}
-    with tiny(folder, async_scheduling=False, **scarce, **loaded) as llm:
-        assert [result(one) for one in run(llm, PROMPTS, settings)] == solo
-        # Mistral's window frees blocks.
-        assert llm.engine.core.stats().num_preemptions > 0 or family == "mistral"
+    for overlap in (False, True):
+        with tiny(folder, async_scheduling=overlap, max_num_batched_tokens=64, **loaded) as llm:
+            assert preempted(llm, settings) == solo
     assert len({token for tokens, _ in solo for token in tokens}) > 15
+
+
+def test_a_window_bounds_the_blocks_of_a_long_text(overlap: bool, tmp_path: Path) -> None:
+    """400 tokens generated behind a window of 20: 3 blocks of 16 and what is in flight."""
+    with tiny(
+        save(tmp_path, "mistral"), load_format="safetensors", async_scheduling=overlap
+    ) as llm:
+        kv, held = llm.engine.core.scheduler.state.kv, []
+        llm.engine.add_request("long", [3, 4, 5], params(max_tokens=400))
+        while llm.engine.has_work():
+            llm.engine.step()
+            held.append(kv.pool.num_usable_blocks - kv.num_free_blocks)
+    assert max(held) <= 3
