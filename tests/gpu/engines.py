@@ -60,16 +60,36 @@ FAMILIES = {
             "long_factor": [1.0 + i / 4 for i in range(48)],
         },
     },
+    # All experts for each token: a rounding that chose another one would leave nothing to compare.
+    "qwen2_moe": {
+        **LLAMA,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 136,
+        "shared_expert_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
 }
+QWEN3_MOE = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 20,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 136,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_ALL = {**FAMILIES, "qwen3_moe": QWEN3_MOE}
 
 
 def model_folder(folder: Path, shape: str) -> Path:
     """A checkpoint with weights large enough that attention decides: dummies would hide errors."""
     path = folder / shape
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(FAMILIES[shape]))
+    (path / "config.json").write_text(json.dumps(_ALL[shape]))
     generator = torch.Generator().manual_seed(0)
-    config = ModelConfig.from_hf(FAMILIES[shape], path, "safetensors")
+    config = ModelConfig.from_hf(_ALL[shape], path, "safetensors")
     tensors = {}
     for name, target in weight_map(config).items():
         drawn = torch.randn(target.shape, generator=generator)

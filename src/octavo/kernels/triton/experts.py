@@ -22,7 +22,7 @@ class Routing:
     experts: torch.Tensor
     """(T, top_k) int, best first; the number of experts, which is none, for a padding row."""
     weights: torch.Tensor
-    """(T, top_k) fp32: of the answers."""
+    """(T, top_k) fp32: of the answers; 0 in a padding row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class PairOrder:
     """(T * top_k,) int32, rising within an expert; what is behind the last expert's is undefined."""
     bounds: torch.Tensor
     """(2, num_experts) int32: where each expert's pairs begin and end among them."""
+
+
+def experts_block(num_experts: int) -> int:
+    """Lanes for all experts: a power of two, as Triton wants."""
+    return max(16, 1 << (num_experts - 1).bit_length())
 
 
 @triton.jit
@@ -60,7 +65,7 @@ def _route(
         best = tl.min(tl.where(left == tl.max(left, 0), column, EXPERTS - 1), 0)
         picked = tl.sum(tl.where(column == best, weight, 0.0), 0)
         tl.store(experts + row * TOP_K + slot, tl.where(live, best, EXPERTS))
-        tl.store(weights + row * TOP_K + slot, picked / total)
+        tl.store(weights + row * TOP_K + slot, tl.where(live, picked / total, 0.0))
         left = tl.where(column == best, -float("inf"), left)
 
 
@@ -76,10 +81,10 @@ def route(
     experts = scores.new_empty(rows, top_k, dtype=torch.int32)
     weights = scores.new_empty(rows, top_k, dtype=torch.float32)
     if rows:
-        block = 1 << (num_experts - 1).bit_length()
         launch(
             _route, (rows,), scores, slot_mapping, experts, weights, scores.stride(0),
-            EXPERTS=num_experts, TOP_K=top_k, RENORMALISE=renormalise, BLOCK=block, num_warps=1,
+            EXPERTS=num_experts, TOP_K=top_k, RENORMALISE=renormalise,
+            BLOCK=experts_block(num_experts), num_warps=1,
         )  # fmt: skip
     return Routing(experts, weights)
 

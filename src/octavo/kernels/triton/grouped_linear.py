@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from octavo.errors import KernelError
-from octavo.kernels.triton.experts import PairOrder
+from octavo.kernels.triton.experts import PairOrder, experts_block
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, Tile
@@ -81,7 +81,7 @@ def launch_options(
     """Constexprs, warps and stages. `even_k`: K is a multiple of the tile's step."""
     return {
         "EXPERTS": num_experts,
-        "EXPERTS_BLOCK": 1 << (num_experts - 1).bit_length(),
+        "EXPERTS_BLOCK": experts_block(num_experts),
         "PAIRS_PER_ROW": pairs_per_row,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

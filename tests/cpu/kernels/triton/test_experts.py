@@ -46,6 +46,7 @@ def ragged(rows: int, top_k: int, num_experts: int, kind: str) -> torch.Tensor:
 KINDS = ["mixed", "one expert has all", "some have none", "padding rows"]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in a row of NaN
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 2), (8, 8), (60, 4), (128, 8)])
 def test_route(num_experts: int, top_k: int, renormalise: bool) -> None:
@@ -62,6 +63,8 @@ def test_route(num_experts: int, top_k: int, renormalise: bool) -> None:
     torch.testing.assert_close(got.weights[live], expected.weights[live], rtol=1e-6, atol=1e-7)
     alone = route(scores[4:5], slots[4:5], num_experts, top_k, renormalise)
     assert_same_bits(alone.weights, got.weights[4:5])
+    scores[8] = torch.nan
+    assert not route(scores, slots, num_experts, top_k, renormalise).weights[8].any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
