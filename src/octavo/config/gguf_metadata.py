@@ -15,6 +15,7 @@ _GGUF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 _GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -50,6 +51,15 @@ def hf_from_gguf(
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
+    family: dict[str, Any] = {}
+    if name == "gemma3":
+        # As in llama.cpp: the 27B model alone scales by hidden_size / num_heads, and no key says so.
+        large = get("block_count") == 62
+        family = {
+            "sliding_window": get("attention.sliding_window"),
+            "query_pre_attn_scalar": 168 if large else head_dim,
+            "rope_local_base_freq": get("rope.freq_base_swa"),
+        }
     return {
         "architectures": [architecture],
         "vocab_size": metadata.get(f"{name}.vocab_size", len(tokens) or None),
@@ -74,6 +84,7 @@ def hf_from_gguf(
         "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
         "norm_topk_prob": name == "qwen3moe",
         "dtype": "bfloat16" if quantised else stored,
+        **family,
     }
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +63,12 @@ _LAYER_NAMES = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Gemma's norms stand elsewhere; see models.llama.
+_GEMMA_LAYER_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -246,8 +252,10 @@ class Weight:
 
 def weights(file: GGUFFile) -> Iterator[Weight]:
     """All weights. One whose name is not known keeps it, so that the loader can complain about it."""
+    is_gemma = file.metadata.get("general.architecture") == "gemma3"
+    layer_names = _LAYER_NAMES | _GEMMA_LAYER_NAMES if is_gemma else _LAYER_NAMES
     for stored, info in file.tensors.items():
-        name, shape = hf_name(stored), info.shape
+        name, shape = hf_name(stored, layer_names), info.shape
         if "_exps." in stored and len(shape) == 3 and shape[0] <= MAX_EXPERTS:
             for expert in range(shape[0]):
                 yield Weight(name.replace("{}", str(expert)), shape[1:], stored, expert)
@@ -271,6 +279,8 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
                 tensor = unpermute(tensor, config.num_heads)
             elif ".attn_k." in weight.stored:
                 tensor = unpermute(tensor, config.num_kv_heads)
+        if config.norm_unit_offset and weight.stored.endswith("norm.weight"):
+            tensor = tensor.float() - 1.0  # the file has what is multiplied by
         return weight.name, tensor.view(weight.shape)
 
     return _ahead(read, list(weights(file)))
@@ -291,14 +301,14 @@ def _ahead(
             yield waiting.popleft().result()
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names unchanged."""
     stem, _, kind = name.rpartition(".")
     if stem in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[stem]}.{kind}"
     pieces = stem.split(".", 2)
-    if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _LAYER_NAMES:
-        return f"model.layers.{pieces[1]}.{_LAYER_NAMES[pieces[2]]}.{kind}"
+    if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in layer_names:
+        return f"model.layers.{pieces[1]}.{layer_names[pieces[2]]}.{kind}"
     return name
 
 
