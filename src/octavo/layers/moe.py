@@ -76,12 +76,12 @@ class MixtureOfExperts(nn.Module):
         assert self.gate.weight is not None
         padded = F.pad(self.gate.weight.data, (0, 0, 0, -len(self.gate.weight) % _ROW_MULTIPLE))
         self.gate.weight = nn.Parameter(padded, requires_grad=False)
-        count = self.config.num_experts
+        count, inner = self.config.num_experts, self.config.intermediate_size
         kind = TiledExperts if backend == "tiled" else GroupedExperts
         self._experts = kind(
             self.config,
-            self.gate_up.data.unflatten(0, (count, -1)),
-            self.down.data.unflatten(0, (count, -1)),
+            self.gate_up.data.view(count, 2 * inner, -1),
+            self.down.data.view(count, -1, inner),
         )
         self.gate_up = self.down = None
 
@@ -118,7 +118,7 @@ class TiledExperts:
         order = experts.argsort(stable=True)
         sizes = experts.bincount(minlength=count).tolist()
         answers = x.new_empty(len(experts), x.shape[1])
-        for (gate_up, down), pairs in zip(self._linears, order.split(sizes), strict=True):
+        for (gate_up, down), pairs in zip(self._linears, torch.split(order, sizes), strict=True):
             if len(pairs):
                 answers[pairs] = down(silu_and_mul(gate_up(x[pairs // top_k])))
         return reference_combine(answers, routing, count, scores, shared)

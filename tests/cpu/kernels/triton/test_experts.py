@@ -46,7 +46,7 @@ def ragged(rows: int, top_k: int, num_experts: int, kind: str) -> torch.Tensor:
 KINDS = ["mixed", "one expert has all", "some have none", "padding rows"]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in a row of NaN
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN")
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 2), (8, 8), (60, 4), (128, 8)])
 def test_route(num_experts: int, top_k: int, renormalise: bool) -> None:
