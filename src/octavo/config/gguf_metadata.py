@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,6 @@ def hf_from_gguf(
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
-    family: dict[str, Any] = {}
-    if name == "gemma3":
-        # As in llama.cpp: the 27B model alone scales by hidden_size / num_heads, and no key says so.
-        large = get("block_count") == 62
-        family = {
-            "sliding_window": get("attention.sliding_window"),
-            "query_pre_attn_scalar": 168 if large else head_dim,
-            "rope_local_base_freq": get("rope.freq_base_swa"),
-        }
     return {
         "architectures": [architecture],
         "vocab_size": metadata.get(f"{name}.vocab_size", len(tokens) or None),
@@ -78,13 +69,28 @@ def hf_from_gguf(
         "mlp_bias": "blk.0.ffn_up.bias" in tensor_types,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "dtype": "bfloat16" if quantised else stored,
+        **_family(name, get, head_dim),
+    }
+
+
+def _family(name: str, get: Callable[[str], Any], head_dim: Any) -> dict[str, Any]:
+    """What only some families have."""
+    if name == "gemma3":
+        # As in llama.cpp: the 27B model alone scales by hidden_size / num_heads, and no key says so.
+        large = get("block_count") == 62
+        return {
+            "sliding_window": get("attention.sliding_window"),
+            "query_pre_attn_scalar": 168 if large else head_dim,
+            "rope_local_base_freq": get("rope.freq_base_swa"),
+        }
+    return {
         "num_experts": get("expert_count"),
         "num_experts_per_tok": get("expert_used_count"),
         "moe_intermediate_size": get("expert_feed_forward_length"),
         "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+        # As in llama.cpp: no key says so.
         "norm_topk_prob": name == "qwen3moe",
-        "dtype": "bfloat16" if quantised else stored,
-        **family,
     }
 
 
