@@ -14,7 +14,6 @@ from tests.gpu.engines import engine, model_folder
 from tests.gpu.test_engine import LENGTHS, one_by_one, together
 from tests.gpu.test_fused_ops import (
     BF16,
-    DTYPES,
     ROWS,
     assert_rounds_alike,
     assert_rows_stand_alone,
@@ -62,11 +61,15 @@ def by_expert(x: torch.Tensor, weight: torch.Tensor, picked: torch.Tensor) -> to
     return out
 
 
-@DTYPES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "n", "k"),
-    [(128, 8, 1536, 2048), (8, 2, 4096, 1032), (60, 4, 136, 264)],
+    ("num_experts", "top_k", "n", "k", "dtype"),
+    [
+        (128, 8, 1536, 2048, BF16),
+        (8, 2, 4096, 1032, BF16),
+        (60, 4, 136, 264, BF16),
+        (60, 4, 136, 264, torch.float16),
+    ],
 )
 def test_grouped_linear_has_the_bits_of_the_dense_one(
     num_experts: int, top_k: int, n: int, k: int, kind: str, dtype: torch.dtype
@@ -103,7 +106,7 @@ def test_grouped_linear_beyond_31_bits() -> None:
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (1000, 32)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (300, 16)])
 def test_route_and_order(num_experts: int, top_k: int, renormalise: bool) -> None:
     scores = random(ROWS, num_experts + 3) * 2
     slots = torch.arange(ROWS, device="cuda")

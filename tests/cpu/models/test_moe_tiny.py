@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.cli.info import describe
 from octavo.config.engine import EngineArgs
+from octavo.config.resolve import DeviceFacts
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights.checkpoint import load_model_config
 from octavo.weights.gguf import GGUFFile, iterate_tensors
@@ -213,6 +215,9 @@ def test_sizes_of_real_models(
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = load_model_config(EngineArgs(str(tmp_path), load_format="dummy"))
     assert (config.num_parameters(), config.num_parameters(active=True)) == (total, active)
+    shown = describe(config, DeviceFacts("cpu", "some machine", 2, 2**30))
+    assert shown["parameters"] == f"{total:,}"
+    assert shown["active_parameters"] == f"{active:,} for each token"
     norms = config.num_layers * config.num_norm_parameters() + config.hidden_size
     embedding = config.vocab_size * config.hidden_size
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
