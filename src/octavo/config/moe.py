@@ -8,6 +8,7 @@ from octavo.config.fields import FieldReader, shown
 
 # Above any real model; the GPU's router holds the scores of all experts in one program.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 1024, 32
+_MAX_ALL_EXPERTS = 2**16  # of all layers: each is some entries in the map of weights
 MOE_ARCHITECTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
@@ -40,7 +41,7 @@ def read_moe(read: FieldReader, architecture: str, num_layers: int) -> MoEConfig
         return None
     # transformers 5 writes Mixtral's key for Qwen3-MoE, too.
     key = "num_local_experts" if read.config.get("num_experts") is None else "num_experts"
-    num_experts = read.count(key, limit=MAX_EXPERTS)
+    num_experts = read.count(key, limit=min(MAX_EXPERTS, _MAX_ALL_EXPERTS // num_layers))
     limit = min(num_experts, MAX_EXPERTS_PER_TOKEN)
     per_token = read.count("num_experts_per_tok", limit=limit)
     if architecture == "MixtralForCausalLM":

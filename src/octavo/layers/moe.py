@@ -6,8 +6,6 @@ answers are added in the order of the token's own scores.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,21 +26,6 @@ from octavo.layers.linear import Linear, TiledLinear
 
 _ROW_MULTIPLE = 8
 """Outputs of the router are padded to it: the GPU's products have no other sizes."""
-
-
-class Experts(Protocol):
-    """Routing, the experts' products and their sum, for loaded weights."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        scores: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        shared: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x, shared: (T, hidden_size); scores: (T, num_experts, ...); slot_mapping: (T,), negative
-        for a padding row. Returns (T, hidden_size)."""
-        ...
 
 
 class MixtureOfExperts(nn.Module):
@@ -67,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         self.gate_up: nn.Parameter | None = nn.Parameter(gate_up, requires_grad=False)
         self.down: nn.Parameter | None = nn.Parameter(down, requires_grad=False)
         self.shared_expert = shared
-        self._experts: Experts | None = None
+        self._experts: TiledExperts | GroupedExperts | None = None
 
     def finalize(self, backend: LinearBackend) -> None:
         """Make the loaded weights of router and experts ready; call before the linears' own."""
@@ -110,7 +93,10 @@ class TiledExperts:
         slot_mapping: torch.Tensor,
         shared: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See Experts. The CPU has no padding rows."""
+        """x, shared: (T, hidden_size); scores: (T, num_experts or more) -> (T, hidden_size).
+
+        slot_mapping is there for GroupedExperts: the CPU has no padding rows.
+        """
         config = self._config
         count, top_k = config.num_experts, config.experts_per_token
         routing = reference_route(scores, count, top_k, config.renormalise)
@@ -148,7 +134,7 @@ class GroupedExperts:
         slot_mapping: torch.Tensor,
         shared: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See Experts."""
+        """As TiledExperts; slot_mapping: (T,), negative for a padding row, whose answers are 0."""
         config = self._config
         count, top_k = config.num_experts, config.experts_per_token
         routing = route(scores, slot_mapping, count, top_k, config.renormalise)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.cli.info import describe
 from octavo.config.engine import EngineArgs
+from octavo.config.model import ModelConfig
 from octavo.config.resolve import DeviceFacts
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.weights.checkpoint import load_model_config
@@ -182,6 +183,12 @@ def test_bad_configs_are_named(key: str, value: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=key):
         load(tmp_path)
+
+
+def test_more_experts_than_memory_is_named() -> None:
+    content = {**QWEN3_30B_A3B, "num_hidden_layers": 4096}
+    with pytest.raises(ConfigError, match="num_experts: 128 is more than 16"):
+        ModelConfig.from_hf(content, Path("x"), "dummy")
 
 
 # Total, active: Mixtral-8x7B has 46.7 and 12.9 billion, Qwen3-30B-A3B 30.5 and 3.3.
