@@ -42,6 +42,15 @@ def common_metadata(
     )
 
 
+def for_groups(common: CommonAttentionMetadata, num_groups: int) -> CommonAttentionMetadata:
+    """The same table for each KV group: for tests whose layers have caches of their own."""
+    if num_groups == 1:
+        return common
+    tables = common.block_tables.expand(num_groups, -1, -1)
+    slots = common.slot_mapping.expand(num_groups, -1)
+    return replace(common, block_tables=tables, slot_mapping=slots)
+
+
 class BlockTables:
     """Hands out scattered blocks, so that a wrong address shows."""
 
@@ -105,10 +114,7 @@ class PagedModel:
             [self.blocks.tables[request] for request in chunks],
             self.block_size,
         )
-        if len(self.groups) > 1:  # layers have caches of their own here, so one table will do
-            tables = common.block_tables.expand(len(self.groups), -1, -1)
-            slots = common.slot_mapping.expand(len(self.groups), -1)
-            common = replace(common, block_tables=tables, slot_mapping=slots)
+        common = for_groups(common, len(self.groups))
         metadata = self.backend.build_metadata(common)
         ids = torch.cat(list(chunks.values()))
         hidden = self.model.forward(ids, common, self.caches, metadata)

@@ -60,6 +60,17 @@ FAMILIES = {
             "long_factor": [1.0 + i / 4 for i in range(48)],
         },
     },
+    # Layers of two kinds in three KV groups, the last with one layer less.
+    "gemma3": {
+        **QWEN,
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 23,
+        "sliding_window_pattern": 2,
+    },
     # All experts for each token: a rounding that chose another one would leave nothing to compare.
     "qwen2_moe": {
         **LLAMA,
@@ -94,7 +105,8 @@ def model_folder(folder: Path, shape: str) -> Path:
     for name, target in weight_map(config).items():
         drawn = torch.randn(target.shape, generator=generator)
         is_norm = len(target.shape) == 1
-        tensors[name] = (1 + 0.1 * drawn if is_norm else 0.08 * drawn).to(torch.bfloat16)
+        base = 0.0 if config.norm_unit_offset else 1.0
+        tensors[name] = (base + 0.1 * drawn if is_norm else 0.08 * drawn).to(torch.bfloat16)
     save_file(tensors, path / "model.safetensors")
     return path
 
