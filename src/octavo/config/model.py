@@ -127,11 +127,7 @@ class ModelConfig:
         read = FieldReader(config, str(path))
         _refuse_unsupported(config, architecture, path)
         hidden_size = read.count("hidden_size")
-        num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
-        num_kv_heads = read.count("num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads:
-            raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
-        head_dim = _head_dim(architecture, hidden_size, num_heads, read)
+        num_heads, num_kv_heads, head_dim = _heads(architecture, hidden_size, read)
         declared = read.count("max_position_embeddings", limit=MAX_CONTEXT)
         family: dict[str, Any] = _biases(architecture, read)
         if architecture == gemma.GEMMA3:
@@ -341,8 +337,15 @@ def _window(architecture: str, read: FieldReader, context: int) -> int | None:
     return window if window < context else None
 
 
-def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldReader) -> int:
-    """Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128."""
+def _heads(architecture: str, hidden_size: int, read: FieldReader) -> tuple[int, int, int]:
+    """num_heads, num_kv_heads, head_dim.
+
+    Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128.
+    """
+    num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
+    num_kv_heads = read.count("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
     default = hidden_size // num_heads
     if architecture == "Qwen3ForCausalLM":
         default = 128
@@ -351,7 +354,7 @@ def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldRe
     head_dim = read.count("head_dim", default=default, limit=MAX_HEAD_DIM)
     if head_dim % 2:
         raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    return head_dim
+    return num_heads, num_kv_heads, head_dim
 
 
 def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 from octavo.config.encoder import EncoderConfig, PoolingType
 from octavo.config.engine import EngineArgs, EngineConfig
@@ -75,20 +75,13 @@ class EmbeddingEngine:
         """The model's pooling with what is not None changed. Raises InvalidRequestError."""
         pooling = self.config.model.encoder
         assert pooling is not None
-        if pooling_type is not None:
-            if pooling_type not in get_args(PoolingType):
-                kinds = ", ".join(get_args(PoolingType))
-                raise InvalidRequestError(
-                    "pooling_type", f"{show(pooling_type)} is not one of {kinds}"
-                )
-            pooling = dataclasses.replace(pooling, pooling_type=pooling_type)
-        if normalize is not None:
-            if not isinstance(normalize, bool):
-                raise InvalidRequestError(
-                    "normalize", f"must be true or false, not {show(normalize)}"
-                )
-            pooling = dataclasses.replace(pooling, normalize=normalize)
-        return pooling
+        known = {"pooling_type": get_args(PoolingType), "normalize": (True, False)}
+        asked: dict[str, Any] = {"pooling_type": pooling_type, "normalize": normalize}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        for name, value in asked.items():
+            if value not in known[name]:
+                raise InvalidRequestError(name, f"{show(value)} is none of {known[name]}")
+        return dataclasses.replace(pooling, **asked)
 
     def embed(
         self, texts: Iterable[list[int]], pooling: EncoderConfig
