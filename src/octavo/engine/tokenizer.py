@@ -164,8 +164,7 @@ class Tokenizer:
             return ids
         encoding = self.backend.encode(text, add_special_tokens=False)
         encoding.truncate(max_length - self.num_special_tokens)
-        ids = self.backend.post_process(encoding).ids
-        return ids
+        return list(self.backend.post_process(encoding).ids)
 
     @property
     def num_special_tokens(self) -> int:

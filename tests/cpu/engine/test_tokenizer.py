@@ -218,9 +218,24 @@ def test_byte_fallback_keeps_the_valid_part_of_a_run():
 
 def test_a_decoder_that_is_not_understood_is_refused():
     backend = byte_tokenizer().backend
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelLoadError, match="WordPiece"):
+    backend.decoder = decoders.CTC()
+    with pytest.raises(ModelLoadError, match="CTC"):
         Tokenizer(backend)
+
+
+def test_word_pieces_are_joined_and_a_cut_text_keeps_its_special_tokens():
+    words = ["[CLS]", "[SEP]", "[UNK]", "read", "##er", "##s", "it"]
+    backend = tokenizers.Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    tokenizer = Tokenizer(backend)
+    text = "readers read it"
+    ids = tokenizer.encode(text)
+    assert ids == [0, 3, 4, 5, 3, 6, 1]
+    assert tokenizer.decode(ids[1:-1]) == text == backend.decode(ids[1:-1])
+    assert tokenizer.num_special_tokens == 2
+    assert tokenizer.encode_cut(text, 4) == [0, 3, 4, 1]
+    assert tokenizer.encode_cut(text, 7) == ids == tokenizer.encode(text)
 
 
 def test_an_added_token_outside_the_byte_alphabet_decodes_to_itself():
