@@ -7,6 +7,7 @@ FLOPs are those of matrix products, as in `ModelConfig.flops_per_token`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -154,26 +155,29 @@ def step_operations(
     query, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
     qkv, row = query + 2 * kv, hidden * size
     tokens = sum(query_len for query_len, _ in requests)
-    window = model.sliding_window
-    keys = sum(min(seq, window + query - 1) if window else seq for query, seq in requests)
-    pairs = sum(causal_pairs(*request, window) for request in requests)
+    keys = pairs = 0
+    for window, count in Counter(map(model.window, range(layers))).items():
+        seen = (min(seq, window + length - 1) if window else seq for length, seq in requests)
+        keys += count * sum(seen)
+        pairs += count * sum(causal_pairs(*request, window) for request in requests)
 
     def norm(name: str, count: int, rows: int) -> Operation:
         return Operation(name, count, rows * tokens * row, count * row)
 
     # qkv is read and written; cos and sin are head_dim / 2 fp32 each.
     rotated = tokens * (2 * qkv * size + 4 * head_dim)
-    cached, attended = keys * model.kv_bytes_per_token(), 4 * query * pairs
+    cached, attended = keys * 2 * kv * size, 4 * query * pairs
     operations = [
         Operation("embed", 1, 2 * tokens * row),
         # x and the residual in, both out; but the first norm has no residual yet.
         norm("input_norm", layers, 4 * layers - 2),
         _product("qkv_proj", layers, size, tokens, qkv, hidden, model.attention_bias),
         Operation("rope_and_cache", layers, layers * rotated, layers * model.qk_norm * 2 * head_dim * size),
-        Operation("attention", layers, layers * 2 * tokens * query * size, 0, cached, layers * attended),
+        Operation("attention", layers, layers * 2 * tokens * query * size, 0, cached, attended),
         _product("o_proj", layers, size, tokens, hidden, query, model.attention_out_bias),
         norm("post_attention_norm", layers, 4 * layers),
         *_mlp_operations(model, tokens),
+        *([norm("post_norms", 2 * layers, 4 * layers)] if model.post_norms else []),
         norm("final_norm", 1, 4),
     ]  # fmt: skip
     if num_sampled:

@@ -88,8 +88,9 @@ class KVCacheManager:
 
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks to add to the request's tables so that they cover this many tokens."""
-        missing = self.layout.num_blocks(num_tokens) - self.num_slots(request) // self.block_size
-        return max(0, missing) * self._num_groups
+        table = self._tables.get(request.request_id)
+        length = len(table.groups[0]) if table is not None else 0
+        return max(0, -(-num_tokens // self.block_size) - length) * self._num_groups
 
     def num_owed_blocks(
         self, request: Request, num_tokens: int, hits: KVCacheBlocks = NO_HITS
