@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from octavo.config.fields import shown
-from octavo.engine.gguf_tokenizer import build_bpe, call_library
+from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
 from octavo.errors import InvalidRequestError, ModelLoadError
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.safetensors import is_file, read_json
@@ -73,7 +73,7 @@ class Tokenizer:
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From the metadata of a GGUF file."""
         meta = GGUFFile(Path(path)).metadata
-        backend = build_bpe(meta, str(path))
+        backend = build_tokenizer(meta, str(path))
         named = {}
         for name, short in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):
             key = f"tokenizer.ggml.{short}_token_id"
@@ -82,12 +82,10 @@ class Tokenizer:
                 if token is None:
                     raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
-        # Without the key, llama.cpp starts every Llama 3 text with BOS.
-        default_bos = meta.get("tokenizer.ggml.pre") == "llama-bpe"
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), default_bos),
+            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), starts_with_bos(meta)),
             chat_template=_default_template(
                 meta.get("tokenizer.chat_template"), f"{path}: tokenizer.chat_template"
             ),
