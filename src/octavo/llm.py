@@ -180,6 +180,10 @@ class LLM:
             raise ConfigError("skip_tokenizer_init: this engine works on token ids only")
         return tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling parameters gets; see EngineArgs.generation_config."""
+        return SamplingParams(**dict(self.engine.config.model.sampling_defaults))
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while requests run."""
         return self.engine.reset_prefix_cache()
@@ -216,7 +220,7 @@ class LLM:
         engine = self.engine
         batch = _as_list(prompts)
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
         now = time.monotonic()

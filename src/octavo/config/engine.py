@@ -25,6 +25,9 @@ class EngineArgs:
     """Folder or file with tokenizer.json; None: the model's own."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
+    generation_config: Literal["auto", "octavo"] = "auto"
+    """auto: a request without sampling parameters takes those that the model's
+    generation_config.json names; octavo: only our own defaults. Ends of text count either way."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

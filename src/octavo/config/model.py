@@ -76,6 +76,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; those beyond the vocabulary were left out (see `token_ids`)."""
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
+    """Sampling parameters, by name, of requests that bring none."""
     attention_bias: bool = False
     """Biases on q, k and v."""
     attention_out_bias: bool = False

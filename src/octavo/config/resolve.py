@@ -96,6 +96,10 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
             dtype_reason = "stored as float32, which the GPU kernels do not take"
         _check_gpu_shapes(args, model)
     log.pick("dtype", None if args.dtype == "auto" else args.dtype, model.dtype, dtype_reason)
+    log.keep(args, "generation_config")
+    if model.sampling_defaults:
+        defaults = ", ".join(f"{name}={value}" for name, value in model.sampling_defaults)
+        log.pick("sampling_defaults", None, defaults, "the model's generation_config.json")
     linear_backend = _resolve_linear_backend(args, facts, log)
     log.keep(args, "enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
