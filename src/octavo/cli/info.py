@@ -56,10 +56,12 @@ def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) 
         num_blocks, pool = estimate_pool(config, facts)
     except ConfigError as error:
         return {"kv_pool": str(error), "requests_of_full_context": "0.0"}
-    tokens = (num_blocks - 1) * config.cache.block_size
+    scheduler = config.scheduler
+    layout = config.cache.layout(scheduler.max_num_batched_tokens)
+    requests = (num_blocks - 1) / layout.peak_blocks(scheduler.max_model_len)
     return {
         "kv_pool": f"{pool.value} ({pool.reason})",
-        "requests_of_full_context": f"{tokens / config.scheduler.max_model_len:.1f}",
+        "requests_of_full_context": f"{requests:.1f}",
     }
 
 

@@ -116,3 +116,19 @@ def test_a_window_bounds_the_blocks_of_a_long_text(overlap: bool, tmp_path: Path
             llm.engine.step()
             held.append(kv.pool.num_usable_blocks - kv.num_free_blocks)
     assert max(held) <= 3
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_prompt_scores_behind_windows_are_those_of_each_prompt_alone(
+    family: str, tmp_path: Path
+) -> None:
+    """Cold, chunked, and warm; Gemma's first group has all blocks, so that a hit can be scored."""
+    folder, loaded = save(tmp_path, family), {"load_format": "safetensors"}
+    settings = params(max_tokens=2, prompt_logprobs=1)
+    with tiny(folder, **loaded) as llm:
+        solo = [run(llm, [prompt], settings)[0].prompt_logprobs for prompt in PROMPTS]
+    with tiny(folder, max_num_batched_tokens=37, **loaded) as llm:
+        for _ in ("cold", "warm"):
+            assert [one.prompt_logprobs for one in run(llm, PROMPTS, settings)] == solo
+        hits = llm.engine.core.stats().prefix_cache_hits
+    assert hits == {"mistral": 0, "gemma3": sum((len(p) - 1) // 16 * 16 for p in PROMPTS)}[family]
