@@ -18,11 +18,11 @@ WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
     "Qwen2ForCausalLM": llama.weight_map,
     "Qwen3ForCausalLM": llama.weight_map,
     "MistralForCausalLM": llama.weight_map,
+    "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
+    "Gemma3ForCausalLM": llama.weight_map,
     "MixtralForCausalLM": llama.weight_map,
     "Qwen2MoeForCausalLM": llama.weight_map,
     "Qwen3MoeForCausalLM": llama.weight_map,
-    "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
-    "Gemma3ForCausalLM": llama.weight_map,
     **dict.fromkeys(ENCODERS, bert.weight_map),
 }
 """One entry for each of config.model.ARCHITECTURES."""
