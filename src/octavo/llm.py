@@ -12,34 +12,46 @@ from typing import Any
 
 from tqdm import tqdm
 
+from octavo.config.encoder import PoolingType
 from octavo.config.resolve import make_args
+from octavo.engine.embedding_engine import EmbeddingEngine
 from octavo.engine.input_processor import ProcessedInput, Prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
-from octavo.outputs import RequestOutput, RequestOutputKind
+from octavo.outputs import EmbeddingRequestOutput, RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
+from octavo.weights.checkpoint import load_model_config
 
 
 class LLM:
-    """A model ready to generate. Use it as a context manager, or call `shutdown`.
+    """A model ready to generate, or to embed. Use it as a context manager, or call `shutdown`.
 
     model: a folder, a .gguf file or a Hugging Face id. Settings are those of
     `octavo.config.engine.EngineArgs`, by vLLM's names; unknown ones raise ConfigError.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        self._engine: LLMEngine | None = None
+        self._engine: LLMEngine | EmbeddingEngine | None = None
         self._ids = count()
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self._engine = LLMEngine(make_args({"model": name, **settings}))
+        args = make_args({"model": name, **settings})
+        config = load_model_config(args)
+        engine = LLMEngine if config.encoder is None else EmbeddingEngine
+        self._engine = engine(args, config)
 
     @property
     def engine(self) -> LLMEngine:
-        """The running engine. Raises EngineDeadError after shutdown."""
-        if self._engine is None:
-            raise EngineDeadError("the engine was shut down")
-        return self._engine
+        """The running engine of a model that generates.
+
+        Raises EngineDeadError after shutdown, InvalidRequestError for an embedding model.
+        """
+        engine = self._running()
+        if isinstance(engine, EmbeddingEngine):
+            raise InvalidRequestError(
+                "model", f"{engine.config.model.path} is an embedding model: it has LLM.embed only"
+            )
+        return engine
 
     def generate(
         self,
@@ -110,6 +122,42 @@ class LLM:
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_type: PoolingType | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, in order. For embedding models (BERT, RoBERTa).
+
+        Every prompt is checked before any runs: InvalidRequestError names the field. One that is
+        longer than max_model_len is refused, unless truncate_prompt_tokens says to how many tokens
+        prompts are cut, special ones included and kept (-1: max_model_len). pooling_type ("mean" or
+        "cls") and normalize: None means as the checkpoint says. A prompt without a finite vector
+        has `outputs.error`, and leaves the others alone.
+        """
+        engine = self._running()
+        if not isinstance(engine, EmbeddingEngine):
+            raise InvalidRequestError(
+                "model", f"{engine.config.model.path} generates text: it has no LLM.embed"
+            )
+        pooling = engine.pooling(pooling_type, normalize)
+        texts = [engine.process(one, truncate_prompt_tokens) for one in _as_list(prompts)]
+        outputs = tqdm(
+            engine.embed(texts, pooling),
+            total=len(texts),
+            disable=not use_tqdm,
+            desc="Requests",
+            dynamic_ncols=True,
+        )
+        return [
+            EmbeddingRequestOutput(f"req-{next(self._ids)}", token_ids, output)
+            for token_ids, output in zip(texts, outputs, strict=True)
+        ]
+
     def render_chat(
         self, messages: Sequence[Any], *, chat_template: str | None = None, **options: Any
     ) -> list[Prompt]:
@@ -128,9 +176,14 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        if self.engine.tokenizer is None:
+        if (tokenizer := self._running().tokenizer) is None:
             raise ConfigError("skip_tokenizer_init: this engine works on token ids only")
-        return self.engine.tokenizer
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling parameters gets; see EngineArgs.generation_config."""
+        defaults: dict[str, Any] = dict(self.engine.config.model.sampling_defaults)
+        return SamplingParams(**defaults)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while requests run."""
@@ -153,6 +206,11 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _running(self) -> LLMEngine | EmbeddingEngine:
+        if self._engine is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._engine
+
     def _process(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -163,7 +221,7 @@ class LLM:
         engine = self.engine
         batch = _as_list(prompts)
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a caller gets back: one RequestOutput a request, growing while it streams."""
+"""What a caller gets back: one RequestOutput a request, growing while it streams, or a vector."""
 
 from __future__ import annotations
 
@@ -113,6 +113,25 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V came from the prefix cache."""
     metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+    """fp32 values; empty if there is an error."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A text as token ids, and its vector."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
 
 
 def _span(start: float | None, end: float | None) -> float | None:

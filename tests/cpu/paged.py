@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from octavo.attention.base import CommonAttentionMetadata
+from octavo.attention.groups import make_backend
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.model import ModelConfig
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
@@ -40,6 +42,15 @@ def common_metadata(
     )
 
 
+def for_groups(common: CommonAttentionMetadata, num_groups: int) -> CommonAttentionMetadata:
+    """The same table for each KV group: for tests whose layers have caches of their own."""
+    if num_groups == 1:
+        return common
+    tables = common.block_tables.expand(num_groups, -1, -1)
+    slots = common.slot_mapping.expand(num_groups, -1)
+    return replace(common, block_tables=tables, slot_mapping=slots)
+
+
 class BlockTables:
     """Hands out scattered blocks, so that a wrong address shows."""
 
@@ -61,7 +72,11 @@ class PagedModel:
 
     def __init__(self, config: ModelConfig, block_size: int = 16, num_blocks: int = 256) -> None:
         spec = config.kv_cache_spec(block_size)
-        self.backend = ReferenceAttention(config.num_heads, spec, config.sliding_window)
+        self.groups = config.layer_groups()
+        self.backend = make_backend(
+            [config.window(group[0]) for group in self.groups],
+            lambda window: ReferenceAttention(config.num_heads, spec, window),
+        )
         self.model: DecoderModel = load_model(config, self.backend, torch.device("cpu"))
         self.config, self.block_size, self.num_blocks = config, block_size, num_blocks
         self.reset()
@@ -99,6 +114,7 @@ class PagedModel:
             [self.blocks.tables[request] for request in chunks],
             self.block_size,
         )
+        common = for_groups(common, len(self.groups))
         metadata = self.backend.build_metadata(common)
         ids = torch.cat(list(chunks.values()))
         hidden = self.model.forward(ids, common, self.caches, metadata)

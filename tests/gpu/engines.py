@@ -60,21 +60,53 @@ FAMILIES = {
             "long_factor": [1.0 + i / 4 for i in range(48)],
         },
     },
+    # Layers of two kinds in three KV groups, the last with one layer less.
+    "gemma3": {
+        **QWEN,
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 23,
+        "sliding_window_pattern": 2,
+    },
+    # All experts for each token: a rounding that chose another one would leave nothing to compare.
+    "qwen2_moe": {
+        **LLAMA,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 136,
+        "shared_expert_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
 }
+QWEN3_MOE = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 20,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 136,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_ALL = {**FAMILIES, "qwen3_moe": QWEN3_MOE}
 
 
 def model_folder(folder: Path, shape: str) -> Path:
     """A checkpoint with weights large enough that attention decides: dummies would hide errors."""
     path = folder / shape
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(FAMILIES[shape]))
+    (path / "config.json").write_text(json.dumps(_ALL[shape]))
     generator = torch.Generator().manual_seed(0)
-    config = ModelConfig.from_hf(FAMILIES[shape], path, "safetensors")
+    config = ModelConfig.from_hf(_ALL[shape], path, "safetensors")
     tensors = {}
     for name, target in weight_map(config).items():
         drawn = torch.randn(target.shape, generator=generator)
         is_norm = len(target.shape) == 1
-        tensors[name] = (1 + 0.1 * drawn if is_norm else 0.08 * drawn).to(torch.bfloat16)
+        base = 0.0 if config.norm_unit_offset else 1.0
+        tensors[name] = (base + 0.1 * drawn if is_norm else 0.08 * drawn).to(torch.bfloat16)
     save_file(tensors, path / "model.safetensors")
     return path
 

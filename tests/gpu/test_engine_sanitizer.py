@@ -50,7 +50,7 @@ def assert_clean(run: subprocess.CompletedProcess[str]) -> None:
     assert "finished" in run.stdout
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "qwen3_moe"])
 def test_eager_steps_are_clean(shape: str, tmp_path: Path) -> None:
     assert_clean(memcheck(shape, "eager", str(tmp_path), own_allocations=True))
 

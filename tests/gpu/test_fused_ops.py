@@ -72,19 +72,21 @@ def assert_rows_stand_alone(op: Op, x: torch.Tensor) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_rms_norm(hidden: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "unit"), [*((n, False) for n in HIDDEN), (640, True), (5376, True)]
+)
+def test_rms_norm(hidden: int, unit: bool, dtype: torch.dtype) -> None:
     weight = random(hidden, dtype=dtype, seed=1)
     x, residual = random(ROWS, hidden, dtype=dtype), random(ROWS, hidden, dtype=dtype)
-    expected, summed = reference_rms_norm(x, weight, 1e-6, residual)
-    normed, returned = rms_norm(x, weight, 1e-6, residual)
+    expected, summed = reference_rms_norm(x, weight, 1e-6, residual, unit)
+    normed, returned = rms_norm(x, weight, 1e-6, residual, unit)
     assert returned is residual
     assert same_bits(residual, summed)
     assert_rounds_alike(normed, expected, ulps=2)
-    assert same_bits(rms_norm(summed, weight, 1e-6)[0], normed)
+    assert same_bits(rms_norm(summed, weight, 1e-6, None, unit)[0], normed)
     x = random(ROWS, hidden, dtype=dtype, seed=2)
-    assert_rows_stand_alone(lambda rows: rms_norm(rows, weight, 1e-6)[0], x)
-    assert_rows_stand_alone(lambda rows: rms_norm(rows, weight, 1e-6, rows.clone())[0], x)
+    assert_rows_stand_alone(lambda rows: rms_norm(rows, weight, 1e-6, None, unit)[0], x)
+    assert_rows_stand_alone(lambda rows: rms_norm(rows, weight, 1e-6, rows.clone(), unit)[0], x)
 
 
 @pytest.mark.parametrize("size", [1536, 3072, 12_288, 25_600])
@@ -100,6 +102,17 @@ def test_silu_and_mul_of_fp16_rows() -> None:
     x = random(ROWS, 2 * 3072, dtype=FP16) * 4
     assert_rounds_alike(silu_and_mul(x), reference_silu_and_mul(x))
     assert_rows_stand_alone(silu_and_mul, x)
+
+
+@pytest.mark.parametrize("size", [2048, 10_240])
+def test_gelu_and_mul(size: int) -> None:
+    x = random(ROWS, 2 * size) * 4
+    assert_rounds_alike(silu_and_mul(x, gelu=True), reference_silu_and_mul(x, gelu=True))
+    assert_rows_stand_alone(lambda rows: silu_and_mul(rows, gelu=True), x)
+    extreme = torch.tensor([[-200.0, 200.0, -1.0, 1.0] + [1.0] * 4], dtype=BF16, device="cuda")
+    gate = extreme[0, :4].float().cpu()
+    expected = torch.nn.functional.gelu(gate, approximate="tanh").to(BF16).tolist()
+    assert silu_and_mul(extreme, gelu=True)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])

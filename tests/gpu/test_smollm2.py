@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.paged import common_metadata
+from tests.cpu.paged import common_metadata, for_groups
 from tests.cpu.real.helpers import TEXTS
 from tests.gpu.engines import FAMILIES, engine, fingerprint, model_folder, sampling
 from tests.gpu.model_file import demo_model_path
 
+from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import make_backend
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import EngineArgs
@@ -37,12 +39,14 @@ def teacher_forced(config: ModelConfig, device: str, ids: list[list[int]]) -> to
     """Logits (texts, LENGTH, vocab_size) fp32 of all texts in one step, on the CPU."""
     torch_device = torch.device(device)
     spec = config.kv_cache_spec(16)
-    backend: Any
-    heads, window = config.num_heads, config.sliding_window
-    if device == "cpu":
-        backend = ReferenceAttention(heads, spec, window)
-    else:
-        backend = TritonAttention(heads, spec, len(ids), LENGTH, torch_device, window)
+    heads, groups = config.num_heads, config.layer_groups()
+
+    def make(window: int | None) -> AttentionBackend:
+        if device == "cpu":
+            return ReferenceAttention(heads, spec, window)
+        return TritonAttention(heads, spec, len(ids), LENGTH, torch_device, window)
+
+    backend = make_backend([config.window(group[0]) for group in groups], make)
     linear = "tiled" if device == "cpu" else "fixed"
     model: DecoderModel = load_model(config, backend, torch_device, 0, linear)
     blocks = LENGTH // 16
@@ -51,6 +55,7 @@ def teacher_forced(config: ModelConfig, device: str, ids: list[list[int]]) -> to
     common = type(common)(
         *(getattr(common, name).to(torch_device) for name in type(common).__slots__)
     )
+    common = for_groups(common, len(groups))
     dtype = TORCH_DTYPES[config.dtype]
     shape = backend.kv_cache_shape(1 + blocks * len(ids), spec)
     caches = [

@@ -17,7 +17,11 @@ from octavo.kernels.triton.attention_plan import SPLIT_SIZE as SPLIT_SIZE
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
-    """Which tokens run in this step and where their K/V lives. R requests, T tokens."""
+    """Which tokens run in this step and where their K/V lives. R requests, T tokens.
+
+    Where layers are in several KV groups, block_tables and slot_mapping have one more dimension in
+    front, the groups; `attention.groups` takes them apart.
+    """
 
     query_start_loc: torch.Tensor
     """(R + 1,) int32: tokens of request r are rows query_start_loc[r] : query_start_loc[r + 1]."""

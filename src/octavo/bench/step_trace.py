@@ -46,6 +46,9 @@ _NAMED = {
     "attend_large": "attention",
     "attend_small": "attention",
     "_silu_and_mul": "silu_and_mul",
+    "_route": "route",
+    "_order_pairs": "order_pairs",
+    "_combine": "combine",
     **dict.fromkeys(("scan", "draw", "cut", "score", "_count", "_penalize"), "sample"),
 }
 # What a GEMM is, by the operation before it. One that follows itself is a second kernel (split K).
@@ -54,11 +57,15 @@ _GEMM_AFTER = {
     "attention": "o_proj",
     "post_attention_norm": "gate_up_proj",
     "silu_and_mul": "down_proj",
+    "order_pairs": "experts_gate_up_proj",
+    "experts_silu_and_mul": "experts_down_proj",
     "final_norm": "lm_head",
     "gather_rows": "lm_head",
 }
 _GEMM_AFTER |= {name: name for name in set(_GEMM_AFTER.values())}
-_GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_fixed_linear", re.IGNORECASE)
+_GEMM = re.compile(
+    r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_fixed_linear|_grouped_linear", re.IGNORECASE
+)
 _GATHER = re.compile(r"index|gather", re.IGNORECASE)
 _TRACE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -115,6 +122,10 @@ def label_step(events: Iterable[Event], num_layers: int) -> list[Labelled]:
             operation = _GEMM_AFTER.get(before)
         elif operation is None and before == "final_norm" and _GATHER.search(event.name):
             operation = "gather_rows"
+        elif operation == "silu_and_mul" and before == "experts_gate_up_proj":
+            operation = "experts_silu_and_mul"
+        elif operation == "route" and labelled:  # the product before it was not of the MLP
+            labelled[-1] = labelled[-1]._replace(operation="router")
         labelled.append(Labelled(operation or event.name, operation is not None, event))
         before = operation or before
     return labelled

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
-    config = finalise(config, *estimate_pool(config, facts))
+    if model.encoder is None:
+        config = finalise(config, *estimate_pool(config, facts))
     rows = [dataclasses.asdict(decision) for decision in config.decisions]
     print(json.dumps(rows) if args.json else columns([list(row.values()) for row in rows]))
     return 0
@@ -49,6 +50,8 @@ def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     """Print what a step must do on this machine, beside what a measurement says that it took."""
     options.at_least(1, args, "batch_size", "context")
     model = load_model_config(settings)
+    if model.encoder is not None:
+        raise ConfigError(f"--step: {model.path} is an embedding model, which has no such steps")
     if model.dtype == "float32":  # as `resolve` decides on a GPU
         model = dataclasses.replace(model, dtype="bfloat16")
     kind = StepKind(args.phase, args.batch_size, args.context)

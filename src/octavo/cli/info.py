@@ -39,28 +39,47 @@ def run(args: argparse.Namespace) -> int:
 def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> dict[str, str]:
     """The KV cache that would fit beside the weights, or why this machine has no room.
 
+    Nothing for an embedding model, which has none.
+
     Raises ConfigError for settings that work on no machine.
     """
     resolve(settings, model, dataclasses.replace(facts, available_bytes=sys.maxsize))
+    if model.encoder is not None:
+        return {}
     try:
         config = resolve(settings, model, facts)
         num_blocks, pool = estimate_pool(config, facts)
     except ConfigError as error:
         return {"kv_pool": str(error), "requests_of_full_context": "0.0"}
-    tokens = (num_blocks - 1) * config.cache.block_size
+    scheduler = config.scheduler
+    layout = config.cache.layout(scheduler.max_num_batched_tokens)
+    requests = (num_blocks - 1) / layout.peak_blocks(scheduler.max_model_len)
     return {
         "kv_pool": f"{pool.value} ({pool.reason})",
-        "requests_of_full_context": f"{tokens / config.scheduler.max_model_len:.1f}",
+        "requests_of_full_context": f"{requests:.1f}",
     }
 
 
 def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:
     """Sizes and costs of the model on this machine, as printable values."""
-    context = model.max_position_embeddings
+    context, moe, encoder = model.max_position_embeddings, model.moe, model.encoder
+    experts = {}
+    if moe is not None:
+        experts = {
+            "active_parameters": f"{model.num_parameters(active=True):,} for each token",
+            "experts": f"{moe.num_experts}, {moe.experts_per_token} for each token, "
+            f"in {model.num_layers - len(moe.dense_layers)} layers",
+        }
+    pooling = {}
+    if encoder is not None:
+        normalized = "normalized" if encoder.normalize else "not normalized"
+        pooling = {"pooling": f"{encoder.pooling_type}, {normalized}"}
     return {
         "model": str(model.path),
         "architecture": model.architecture,
         "parameters": f"{model.num_parameters():,}",
+        **experts,
+        **pooling,
         "weights": f"{model.weight_bytes() / GIB:.2f} GiB as {model.dtype}",
         "layers": f"{model.num_layers} of hidden size {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, head_dim {model.head_dim}",

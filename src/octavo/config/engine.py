@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import show
@@ -26,6 +27,9 @@ class EngineArgs:
     """Folder or file with tokenizer.json; None: the model's own."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
+    generation_config: Literal["auto", "octavo"] = "auto"
+    """auto: a request without sampling parameters takes those that the model's
+    generation_config.json names; octavo: only our own defaults. Ends of text count either way."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -104,6 +108,12 @@ class CacheConfig:
     gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
     num_blocks_override: int | None
+    group_windows: tuple[int | None, ...] = (None,)
+    """The window of each KV group; see ModelConfig.layer_groups."""
+
+    def layout(self, max_num_batched_tokens: int) -> KVCacheLayout:
+        """What requests hold: a step in flight and the next one may run that many tokens each."""
+        return KVCacheLayout(self.block_size, self.group_windows, 2 * max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from octavo.config import gemma
+from octavo.config.encoder import ENCODERS, EncoderConfig, read_encoder
 from octavo.config.fields import FieldReader, shown, token_ids
+from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.kv_cache import KVCacheSpec
+from octavo.config.moe import MOE_ARCHITECTURES, MoEConfig, read_moe
 from octavo.config.rope import RopeConfig, read_rope
 from octavo.errors import ConfigError, ModelLoadError
 
@@ -27,6 +31,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
+    gemma.GEMMA3,
+    *MOE_ARCHITECTURES,
+    *ENCODERS,
 )
 
 # Far above any real model, so that a damaged config is refused and not tried.
@@ -34,21 +41,19 @@ MAX_LAYERS = 4096
 MAX_CONTEXT = 2**24
 MAX_HEADS, MAX_HEAD_DIM = 512, 1024
 
-# GGUF says what the architecture is by its own short name.
-_GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # Families whose config may ask for a sliding window -> the window where the key is not there at all,
 # as in transformers.
-_WINDOWED: dict[str, int | None] = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": None}
-_GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_WINDOWED: dict[str, int | None] = {
+    gemma.GEMMA3: 4096,
+    "MistralForCausalLM": 4096,
+    "MixtralForCausalLM": None,
+    "Phi3ForCausalLM": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Architecture of a decoder, complete: nothing else is read from the checkpoint's config."""
+    """Architecture of a model, complete: nothing else is read from the checkpoint's config."""
 
     architecture: str
     """Hugging Face class name, e.g. LlamaForCausalLM."""
@@ -71,6 +76,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; those beyond the vocabulary were left out (see `token_ids`)."""
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
+    """Sampling parameters, by name, of requests that bring none."""
     attention_bias: bool = False
     """Biases on q, k and v."""
     attention_out_bias: bool = False
@@ -80,8 +87,25 @@ class ModelConfig:
     qk_norm: bool = False
     """An RMS norm over each head of q and of k, before the rotary embedding."""
     sliding_window: int | None = None
-    """A token sees the keys from its position - sliding_window + 1 on; None: all. The KV cache still
-    holds the keys before: blocks out of the window are not freed yet."""
+    """A token sees the keys from its position - sliding_window + 1 on; None: all."""
+    global_layers: tuple[int, ...] = ()
+    """Layers that see all keys, whatever the window of the others, which are local."""
+    local_rope: RopeConfig | None = None
+    """Of the local layers; None: `rope`."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by its square root; None: head_dim."""
+    gelu: bool = False
+    """The MLP's gate is gelu by its tanh instead of silu."""
+    post_norms: bool = False
+    """Norms on what attention and MLP add to the residual stream, too."""
+    norm_unit_offset: bool = False
+    """Norms multiply by 1 + weight, and round after it."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it, rounded to the dtype."""
+    moe: MoEConfig | None = None
+    """Layers whose MLP is a mixture of experts; None: there are none."""
+    encoder: EncoderConfig | None = None
+    """Of an embedding model, which has no rope, no gates, no lm_head and no KV cache; else None."""
 
     @classmethod
     def from_hf(
@@ -97,21 +121,29 @@ class ModelConfig:
         architecture or feature we do not build, ConfigError for a missing or bad field.
         """
         architecture = _architecture(config)
+        if architecture in ENCODERS:
+            fields = read_encoder(FieldReader(config, str(path)), architecture)
+            return cls(architecture, path, load_format, _dtype(dtype, config), **fields)
+        if architecture == gemma.GEMMA3:
+            config = gemma.with_defaults(config)
         read = FieldReader(config, str(path))
         _refuse_unsupported(config, architecture, path)
         hidden_size = read.count("hidden_size")
-        num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
-        num_kv_heads = read.count("num_key_value_heads", default=num_heads)
-        if num_heads % num_kv_heads:
-            raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
-        head_dim = _head_dim(architecture, hidden_size, num_heads, read)
+        num_heads, num_kv_heads, head_dim = _heads(architecture, hidden_size, read)
         declared = read.count("max_position_embeddings", limit=MAX_CONTEXT)
-        rope = read_rope(config, read, architecture, head_dim, declared)
+        family: dict[str, Any] = _biases(architecture, read)
+        if architecture == gemma.GEMMA3:
+            rope, family["local_rope"] = gemma.read_ropes(read, head_dim, declared)
+        else:
+            rope = read_rope(config, read, architecture, head_dim, declared)
         if (context := rope.context(declared)) > MAX_CONTEXT:
             raise read.error("max_position_embeddings", f"{context} is more than {MAX_CONTEXT}")
         vocab_size = read.count("vocab_size")
         bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
         eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
+        num_layers = read.count("num_hidden_layers", limit=MAX_LAYERS)
+        if architecture == gemma.GEMMA3:
+            family |= gemma.read_family(read, num_layers, hidden_size)
         return cls(
             architecture=architecture,
             path=path,
@@ -120,7 +152,7 @@ class ModelConfig:
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=read.count("intermediate_size"),
-            num_layers=read.count("num_hidden_layers", limit=MAX_LAYERS),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -130,9 +162,10 @@ class ModelConfig:
             tie_word_embeddings=read.flag("tie_word_embeddings"),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture.startswith(("Qwen3", "Gemma3")),
             sliding_window=_window(architecture, read, context),
-            **_biases(architecture, read),
+            moe=read_moe(read, architecture, num_layers),
+            **family,
         )
 
     @classmethod
@@ -150,7 +183,7 @@ class ModelConfig:
         `tensor_types`: tensor name -> GGML type name ("Q4_1"); it decides tied embeddings and dtype
         auto (quantised: bfloat16). `frequency_divisors`: content of rope_freqs.weight, if any.
         """
-        hf = _hf_from_gguf(metadata, tensor_types, path)
+        hf = hf_from_gguf(metadata, tensor_types, path)
         config = cls.from_hf(hf, path, load_format, dtype)
         divisors = tuple(float(value) for value in frequency_divisors)
         if not divisors:
@@ -165,113 +198,94 @@ class ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
         return replace(self, rope=self.rope.for_context(max_model_len))
 
+    def window(self, layer: int) -> int | None:
+        """Keys that a token sees in this layer, its own included; None: all up to its own."""
+        return None if layer in self.global_layers else self.sliding_window
+
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that share a block table, those that see all keys first.
+
+        Layers of a group are alike. There are as many in one as there are of the rarer kind, at most,
+        so that a block of any group can have the same bytes.
+        """
+        local = tuple(one for one in range(self.num_layers) if one not in self.global_layers)
+        kinds = [kind for kind in (self.global_layers, local) if kind]
+        size = min(map(len, kinds))
+        return tuple(kind[i : i + size] for kind in kinds for i in range(0, len(kind), size))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
     def num_norm_parameters(self) -> int:
-        """Of one decoder layer: two norms of the hidden states, and those of q and k if any."""
-        return 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        """Of one decoder layer: the norms of the hidden states, and those of q and k if any."""
+        if self.encoder is not None:
+            return 4 * self.hidden_size  # theirs have biases
+        return (2 + 2 * self.post_norms) * self.hidden_size + self.qk_norm * 2 * self.head_dim
 
     def num_layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q, k, v, o, gate, up, down, biases and norms."""
+        """Parameters of one decoder layer but for its MLP: q, k, v, o, biases and norms."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         biases = self.attention_bias * (query + 2 * kv) + self.attention_out_bias * self.hidden_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return attention + mlp + biases + self.num_norm_parameters()
+        return attention + biases + self.num_norm_parameters()
 
-    def num_parameters(self) -> int:
-        """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it."""
+    def num_mlp_parameters(self, active: bool = False) -> int:
+        """Parameters of the MLPs of all layers; `active`: those that one token meets."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        inputs = 2 if self.encoder is None else 1  # matrices that x meets: gate and up
+        dense = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
+        if self.moe is None:
+            return self.num_layers * dense
+        num_dense = len(self.moe.dense_layers)
+        sparse = self.moe.num_parameters(hidden, active)
+        return num_dense * dense + (self.num_layers - num_dense) * sparse
+
+    def num_parameters(self, active: bool = False) -> int:
+        """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it.
+
+        `active`: of experts only as many as a token uses.
+        """
         vocab = self.vocab_size * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * self.num_layer_parameters() + self.hidden_size + heads * vocab
+        layers = self.num_layers * self.num_layer_parameters() + self.num_mlp_parameters(active)
+        if self.encoder is not None:  # tables of positions and token types, and a norm with a bias
+            tables = self.encoder.num_positions + self.encoder.num_token_types
+            return layers + vocab + (tables + 2) * self.hidden_size
+        return layers + self.hidden_size + heads * vocab
 
     def weight_bytes(self) -> int:
         """num_parameters x bytes of the dtype."""
         return self.num_parameters() * self.dtype_bytes
 
     def kv_bytes_per_token(self) -> int:
-        """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype."""
+        """2 (K, V) x num_layers x num_kv_heads x head_dim x bytes of the dtype; 0 for an encoder."""
+        if self.encoder is not None:
+            return 0
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs to run one token that attends to `context` keys, logits included.
 
-        2 x (weights of all layers + vocab_size x hidden_size)
-        + 4 x num_layers x num_heads x head_dim x context   (Q K^T and P V, 2 FLOPs a product).
-        Norms, rotary embedding, softmax and activations are left out: below 1 %. With a sliding
-        window, of `context` keys only those in it count.
+        2 x (weights that the token meets in all layers + vocab_size x hidden_size)
+        + 4 x num_heads x head_dim x (keys that each layer sees of them, added up), Q K^T and P V.
+        Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
-        context = min(context, self.sliding_window or context)
+        keys = sum(min(context, self.window(one) or context) for one in range(self.num_layers))
         matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
-        logits = self.vocab_size * self.hidden_size
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * context
+        matrices += self.num_mlp_parameters(active=True)
+        logits = self.vocab_size * self.hidden_size if self.encoder is None else 0
+        attention = 4 * self.num_heads * self.head_dim * keys
         return 2 * (matrices + logits) + attention
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Shape of one layer's K/V blocks; all layers are equal."""
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_dim, self.dtype_bytes)
-
-
-def _hf_from_gguf(
-    metadata: Mapping[str, Any], tensor_types: Mapping[str, str], path: Path
-) -> dict[str, Any]:
-    """The config.json that would say what the metadata say; missing values are None."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in _GGUF_ARCHITECTURES:
-        supported = ", ".join(_GGUF_ARCHITECTURES)
-        raise ModelLoadError(
-            f"{path}: general.architecture={shown(name)} is not supported (supported: {supported})"
-        )
-
-    def get(key: str) -> Any:
-        return metadata.get(f"{name}.{key}")
-
-    rotated = get("rope.dimension_count")
-    head_dim = metadata.get(f"{name}.attention.key_length", rotated)
-    if rotated is not None and rotated != head_dim:
-        raise ModelLoadError(
-            f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
-        )
-    quantised = not set(tensor_types.values()) <= set(_GGUF_FLOATS)
-    stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
-        raise ModelLoadError(f"{path}: tokenizer.ggml.tokens: {shown(tokens)} is not a list")
-    return {
-        "architectures": [_GGUF_ARCHITECTURES[name]],
-        "vocab_size": metadata.get(f"{name}.vocab_size", len(tokens) or None),
-        "hidden_size": get("embedding_length"),
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": get("attention.head_count"),
-        "num_key_value_heads": get("attention.head_count_kv"),
-        "head_dim": head_dim,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": get("rope.freq_base"),
-        "rope_scaling": _gguf_rope_scaling(metadata, f"{name}.rope.scaling."),
-        "max_position_embeddings": get("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensor_types,
-        "attention_bias": "blk.0.attn_q.bias" in tensor_types,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensor_types,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "num_experts": get("expert_count"),
-        "dtype": "bfloat16" if quantised else stored,
-    }
-
-
-def _gguf_rope_scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
-    """All keys under the prefix: those we do not know are refused by whoever reads the section."""
-    names = {"original_context_length": "original_max_position_embeddings"}
-    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    found = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    if found.get("type") in (None, "none"):
-        return None
-    return {names.get(key, key): value for key, value in found.items()}
 
 
 # Key -> values that change nothing. Any other value asks for arithmetic we do not have.
@@ -290,6 +304,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path) -> None:
     windowed = architecture in _WINDOWED
     harmless_keys = dict(_UNSUPPORTED)
+    if architecture == gemma.GEMMA3:
+        del harmless_keys["hidden_act"]  # hidden_activation counts
+        harmless_keys |= gemma.HARMLESS
+    if architecture in MOE_ARCHITECTURES:
+        del harmless_keys["num_experts"], harmless_keys["num_local_experts"]
     # Qwen configs name a window that only use_sliding_window puts to use.
     if windowed or architecture.startswith("Qwen"):
         del harmless_keys["sliding_window"]
@@ -299,6 +318,8 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path
         value = config.get(key)
         if value is not None and value not in harmless:
             raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
+    if architecture == gemma.GEMMA3:
+        return
     kinds = config.get("layer_types") or []
     # All layers are alike.
     kind = "full_attention"
@@ -318,8 +339,15 @@ def _window(architecture: str, read: FieldReader, context: int) -> int | None:
     return window if window < context else None
 
 
-def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldReader) -> int:
-    """Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128."""
+def _heads(architecture: str, hidden_size: int, read: FieldReader) -> tuple[int, int, int]:
+    """num_heads, num_kv_heads, head_dim.
+
+    Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128.
+    """
+    num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
+    num_kv_heads = read.count("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise read.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
     default = hidden_size // num_heads
     if architecture == "Qwen3ForCausalLM":
         default = 128
@@ -328,13 +356,15 @@ def _head_dim(architecture: str, hidden_size: int, num_heads: int, read: FieldRe
     head_dim = read.count("head_dim", default=default, limit=MAX_HEAD_DIM)
     if head_dim % 2:
         raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    return head_dim
+    return num_heads, num_kv_heads, head_dim
 
 
 def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:
     """Which linears have biases; what a family's code fixes is not asked of its config."""
     if architecture == "Qwen2ForCausalLM":
         return {"attention_bias": True}
+    if architecture == "Qwen2MoeForCausalLM":
+        return {"attention_bias": "qkv_bias" not in read.config or read.flag("qkv_bias")}
     if architecture in _WINDOWED:
         return {}
     attention = read.flag("attention_bias")

@@ -81,6 +81,11 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
             dtype_reason = "stored as float32, which the GPU kernels do not take"
         _check_gpu_shapes(args, model)
     log.pick("dtype", model.dtype, dtype_reason)
+    log.pick("generation_config")
+    if model.sampling_defaults:
+        defaults = ", ".join(f"{name}={value}" for name, value in model.sampling_defaults)
+        reason = "the model's generation_config.json"
+        log.decisions.append(Decision("sampling_defaults", defaults, reason))
     linear_backend = _resolve_linear_backend(args, facts, log)
     log.pick("enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
@@ -99,6 +104,7 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
             gpu_memory_utilization=share,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             num_blocks_override=args.num_gpu_blocks_override,
+            group_windows=tuple(model.window(group[0]) for group in model.layer_groups()),
         ),
         scheduler=scheduler,
         device=facts.kind,
@@ -114,18 +120,22 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
     """Raises ConfigError naming what the GPU kernels are not made for."""
     if model.dtype == "float32":
         raise ConfigError("dtype='float32' runs on the CPU only; use 'bfloat16' or 'float16'")
-    if model.head_dim not in GPU_HEAD_DIMS:
+    if model.encoder is None and model.head_dim not in GPU_HEAD_DIMS:
         raise ConfigError(
             f"head_dim={model.head_dim} of {model.path} is none of {GPU_HEAD_DIMS}, which the GPU "
             "kernels take; use device='cpu'"
         )
-    if args.linear_backend != "cublas":
-        for name in ("vocab_size", "hidden_size", "intermediate_size"):
-            if (size := getattr(model, name)) % 8:
-                raise ConfigError(
-                    f"{name}={size} of {model.path} is no multiple of 8, which "
-                    "linear_backend='fixed' needs; use 'cublas'"
-                )
+    sizes = {n: getattr(model, n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
+    if model.encoder is not None:
+        del sizes["vocab_size"]  # it has no lm_head
+    way_out = "linear_backend='fixed' needs; use 'cublas'"
+    if model.moe is not None:  # their products have one kernel
+        sizes["moe_intermediate_size"] = model.moe.intermediate_size
+        sizes["shared_expert_intermediate_size"] = model.moe.shared_intermediate_size
+        way_out = "mixtures of experts need on a GPU; use device='cpu'"
+    for name, size in sizes.items():
+        if size % 8 and (model.moe is not None or args.linear_backend != "cublas"):
+            raise ConfigError(f"{name}={size} of {model.path} is no multiple of 8, which {way_out}")
     if model.vocab_size > MAX_VOCAB:
         raise ConfigError(f"vocab_size={model.vocab_size} of {model.path} is more than {MAX_VOCAB}")
     if args.block_size not in GPU_BLOCK_SIZES:
@@ -157,12 +167,19 @@ def _resolve_scheduler(
     if facts.kind == "cpu":
         seqs, tokens = 64, 512
         reason = "about half a second of prefill on a CPU, so that running streams stay smooth"
+    if model.encoder is not None and max_model_len > tokens:
+        tokens, reason = max_model_len, "a text of any length in one step"
     max_num_seqs = log.pick("max_num_seqs", seqs, f"default on a {facts.kind.upper()}")
     budget = log.pick("max_num_batched_tokens", max(tokens, max_num_seqs), reason)
     if budget < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
             "a step must be able to run one token of every request"
+        )
+    if model.encoder is not None and budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_model_len={max_model_len}: "
+            "an embedding model runs a text in one step"
         )
     slot_bytes = 4 * max_num_seqs * max_model_len  # the runner's token history
     if slot_bytes > facts.available_bytes // 2:
@@ -199,7 +216,7 @@ def size_kv_pool(
 ) -> tuple[int, Decision]:
     """Blocks of the pool, the null block included, given the memory left after a full-size step.
 
-    block_bytes: one block over all layers; available_bytes: on a GPU what is left of its
+    block_bytes: one block over the layers of a group; available_bytes: on a GPU what is left of its
     gpu_memory_utilization. Raises ConfigError with what would fit.
     """
     cache, scheduler = config.cache, config.scheduler
@@ -212,8 +229,8 @@ def size_kv_pool(
         return cache.num_blocks_override, Decision(
             "kv_pool", f"{cache.num_blocks_override} blocks", "num_gpu_blocks_override"
         )
-    blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
-    useful = scheduler.max_num_seqs * blocks_per_request + 1
+    layout = cache.layout(scheduler.max_num_batched_tokens)
+    useful = scheduler.max_num_seqs * layout.peak_blocks(scheduler.max_model_len) + 1
     if cache.kv_cache_memory_bytes is not None:
         size, reason = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif config.device == "cuda":
@@ -238,7 +255,7 @@ def size_kv_pool(
         )
     if num_blocks == useful:
         reason = "all that max_num_seqs requests of max_model_len can use"
-    tokens = (num_blocks - 1) * cache.block_size
+    tokens = (num_blocks - 1) // len(cache.group_windows) * cache.block_size
     return num_blocks, Decision("kv_pool", f"{num_blocks} blocks, {tokens} tokens", reason)
 
 
@@ -246,7 +263,8 @@ def estimate_pool(config: EngineConfig, facts: DeviceFacts) -> tuple[int, Decisi
     """`size_kv_pool` before anything is loaded: weights are subtracted, activations are not."""
     spec = config.model.kv_cache_spec(config.cache.block_size)
     left = engine_share(config, facts) - config.model.weight_bytes()
-    return size_kv_pool(config, config.model.num_layers * spec.block_bytes, max(0, left))
+    num_layers = len(config.model.layer_groups()[0])
+    return size_kv_pool(config, num_layers * spec.block_bytes, max(0, left))
 
 
 def engine_share(config: EngineConfig, facts: DeviceFacts) -> int:
@@ -262,8 +280,9 @@ def finalise(config: EngineConfig, num_blocks: int, pool: Decision) -> EngineCon
 
     A context that was asked for and does not fit raises ConfigError; the model's own is lowered.
     """
-    capacity = (num_blocks - 1) * config.cache.block_size
     scheduler, decisions = config.scheduler, [*config.decisions, pool]
+    layout = config.cache.layout(scheduler.max_num_batched_tokens)
+    capacity = layout.most_tokens(num_blocks - 1, scheduler.max_model_len)
     if capacity < scheduler.max_model_len:
         [asked] = [decision for decision in decisions if decision.name == "max_model_len"]
         if asked.reason == AS_GIVEN:

@@ -7,6 +7,7 @@ FLOPs are those of matrix products, as in `ModelConfig.flops_per_token`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -83,6 +84,58 @@ def causal_pairs(query_len: int, seq_len: int, window: int | None = None) -> int
     return pairs
 
 
+def _product(
+    name: str,
+    layers: int,
+    size: int,
+    rows: int,
+    n: int,
+    k: int,
+    bias: bool = False,
+    inputs: int | None = None,
+    copies: float = 1.0,
+) -> Operation:
+    """One (rows, k) by (n, k) a layer. inputs: rows that are read, if fewer; copies: of the weight."""
+    moved = (rows if inputs is None else inputs) * k + rows * n
+    weights = round(layers * copies * (n * k + bias * n))
+    return Operation(
+        name, layers, layers * moved * size, weights * size, 0, layers * 2 * rows * n * k
+    )
+
+
+def _mlp_operations(model: ModelConfig, tokens: int) -> list[Operation]:
+    """Of plain layers and of sparse ones, where tokens meet as many experts as if by chance."""
+    moe, hidden, size = model.moe, model.hidden_size, model.dtype_bytes
+
+    def mlp(
+        prefix: str, layers: int, inner: int, rows: int, bias: bool = False, copies: float = 1.0
+    ) -> list[Operation]:
+        gate_up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"
+        return [
+            _product(gate_up, layers, size, rows, 2 * inner, hidden, bias, tokens, copies),
+            Operation(f"{prefix}silu_and_mul", layers, layers * 3 * rows * inner * size),
+            _product(down, layers, size, rows, hidden, inner, bias, copies=copies),
+        ]
+
+    dense = model.num_layers if moe is None else len(moe.dense_layers)
+    sparse = model.num_layers - dense
+    operations = mlp("", dense, model.intermediate_size, tokens, model.mlp_bias) if dense else []
+    if moe is None or not sparse:
+        return operations
+    shared = moe.shared_intermediate_size
+    if shared:
+        operations += mlp("shared_", sparse, shared, tokens)
+    pairs = tokens * moe.experts_per_token
+    met = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
+    gates = moe.num_experts + (shared > 0)
+    return [
+        *operations,
+        _product("router", sparse, size, tokens, gates, hidden),
+        *mlp("experts_", sparse, moe.intermediate_size, pairs, copies=met),
+        Operation("combine", sparse, sparse * (pairs + tokens) * hidden * size),
+    ]
+
+
 def step_operations(
     model: ModelConfig,
     requests: Sequence[tuple[int, int]],
@@ -98,39 +151,33 @@ def step_operations(
     if any(not 1 <= query_len <= seq_len for query_len, seq_len in requests):
         raise ValueError(f"query_len and seq_len do not fit in {requests}")
     size, layers, head_dim = model.dtype_bytes, model.num_layers, model.head_dim
-    hidden, inner, mlp_bias = model.hidden_size, model.intermediate_size, model.mlp_bias
+    hidden = model.hidden_size
     query, kv = model.num_heads * head_dim, model.num_kv_heads * head_dim
     qkv, row = query + 2 * kv, hidden * size
     tokens = sum(query_len for query_len, _ in requests)
-    window = model.sliding_window
-    keys = sum(min(seq, window + query - 1) if window else seq for query, seq in requests)
-    pairs = sum(causal_pairs(*request, window) for request in requests)
-
-    def linear(name: str, n: int, k: int, bias: bool) -> Operation:
-        moved, weights = tokens * (k + n), n * k + bias * n
-        flops = 2 * tokens * n * k
-        return Operation(
-            name, layers, layers * moved * size, layers * weights * size, 0, layers * flops
-        )
+    keys = pairs = 0
+    for window, count in Counter(map(model.window, range(layers))).items():
+        seen = (min(seq, window + length - 1) if window else seq for length, seq in requests)
+        keys += count * sum(seen)
+        pairs += count * sum(causal_pairs(*request, window) for request in requests)
 
     def norm(name: str, count: int, rows: int) -> Operation:
         return Operation(name, count, rows * tokens * row, count * row)
 
     # qkv is read and written; cos and sin are head_dim / 2 fp32 each.
     rotated = tokens * (2 * qkv * size + 4 * head_dim)
-    cached, attended = keys * model.kv_bytes_per_token(), 4 * query * pairs
+    cached, attended = keys * 2 * kv * size, 4 * query * pairs
     operations = [
         Operation("embed", 1, 2 * tokens * row),
         # x and the residual in, both out; but the first norm has no residual yet.
         norm("input_norm", layers, 4 * layers - 2),
-        linear("qkv_proj", qkv, hidden, model.attention_bias),
+        _product("qkv_proj", layers, size, tokens, qkv, hidden, model.attention_bias),
         Operation("rope_and_cache", layers, layers * rotated, layers * model.qk_norm * 2 * head_dim * size),
-        Operation("attention", layers, layers * 2 * tokens * query * size, 0, cached, layers * attended),
-        linear("o_proj", hidden, query, model.attention_out_bias),
+        Operation("attention", layers, layers * 2 * tokens * query * size, 0, cached, attended),
+        _product("o_proj", layers, size, tokens, hidden, query, model.attention_out_bias),
         norm("post_attention_norm", layers, 4 * layers),
-        linear("gate_up_proj", 2 * inner, hidden, mlp_bias),
-        Operation("silu_and_mul", layers, layers * 3 * tokens * inner * size),
-        linear("down_proj", hidden, inner, mlp_bias),
+        *_mlp_operations(model, tokens),
+        *([norm("post_norms", 2 * layers, 4 * layers)] if model.post_norms else []),
         norm("final_norm", 1, 4),
     ]  # fmt: skip
     if num_sampled:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from octavo.config.engine import SchedulerConfig
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.request import EngineRequest
 from octavo.errors import InvalidRequestError
 
 
 def check_can_ever_run(
-    request: EngineRequest, config: SchedulerConfig, block_size: int, num_usable_blocks: int
+    request: EngineRequest, config: SchedulerConfig, layout: KVCacheLayout, num_usable_blocks: int
 ) -> None:
     """Raise InvalidRequestError unless the request could finish alone on an idle engine.
 
@@ -26,10 +27,10 @@ def check_can_ever_run(
             f"{num_prompt} tokens fill max_model_len={limit} and leave no room for an output token"
             " (max_tokens=0 asks for prompt scores only)",
         )
-    num_slots = num_usable_blocks * block_size
     num_total = min(num_prompt + request.max_tokens, limit)
-    if num_total > num_slots:
-        alone = num_prompt + min(1, request.max_tokens) > num_slots
+    if layout.peak_blocks(num_total) > num_usable_blocks:
+        alone = layout.peak_blocks(num_prompt + min(1, request.max_tokens)) > num_usable_blocks
+        num_slots = layout.most_tokens(num_usable_blocks, limit)
         raise InvalidRequestError(
             "prompt" if alone else "max_tokens",
             f"{num_prompt} prompt tokens and up to {num_total - num_prompt} output tokens"

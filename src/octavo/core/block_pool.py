@@ -8,12 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from octavo.core.block_hash import ExtraKeys
 from octavo.errors import ConfigError
 
 NULL_BLOCK_ID = 0
-ROOT_PREFIX_ID = 0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Prefix:
+    """The exact content from position 0 to the end of a block: one object for one content.
+
+    It lives as long as a block that can be hit, a longer prefix or a block table refers to it, so
+    that what a window has passed may be evicted, and what follows can still be found.
+    """
+
+    parent: Prefix | None
+    """What stands before the last block; None: nothing."""
+    token_ids: tuple[int, ...]
+    """Of the last block."""
+    extra_keys: ExtraKeys
+    blocks: list[KVBlock | None]
+    """For each KV group the block that can be hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,28 +39,14 @@ class KVBlock:
 
     block_id: int
     ref_count: int = 0
-    block_hash: bytes | None = None
+    prefix: Prefix | None = None
     """None: the content can't be hit."""
-    token_ids: tuple[int, ...] = ()
-    extra_keys: ExtraKeys = ()
-    prefix_id: int = ROOT_PREFIX_ID
-    """Names the exact content from position 0 to the end of this block; never reused."""
-    parent_prefix_id: int = ROOT_PREFIX_ID
-    """prefix_id of what stands before this block; ROOT_PREFIX_ID for the first block."""
+    group: int = 0
+    """The KV group whose layers the content belongs to."""
     has_hidden: bool = False
     """The worker keeps the final hidden state of every position of this block."""
     prev_free: KVBlock | None = None
     next_free: KVBlock | None = None
-
-    def holds(
-        self, token_ids: tuple[int, ...], extra_keys: ExtraKeys, parent_prefix_id: int
-    ) -> bool:
-        """True if this is that content after that prefix: no hash is trusted."""
-        return (
-            self.parent_prefix_id == parent_prefix_id
-            and self.token_ids == token_ids
-            and self.extra_keys == extra_keys
-        )
 
 
 class FreeBlockQueue:
@@ -102,16 +105,19 @@ class FreeBlockQueue:
 class BlockPool:
     """All blocks of the KV cache. Block 0 is the null block: never allocated, held or freed."""
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool = True, num_groups: int = 1) -> None:
         if num_blocks < 2:
             raise ConfigError(f"a KV cache of {num_blocks} blocks: the null block and 1 are needed")
         self.enable_caching = enable_caching
+        self.num_groups = num_groups
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
         self._free = FreeBlockQueue()
         for block in self.blocks[NULL_BLOCK_ID + 1 :]:
             self._free.append(block)
-        self._prefix_map: dict[bytes, KVBlock] = {}
-        self._last_prefix_id = ROOT_PREFIX_ID
+        self._prefixes: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
+        self.num_cached_blocks = 0
+        """Blocks whose content can be hit."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -122,11 +128,6 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Blocks nobody holds, cached content or not."""
         return len(self._free)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be hit."""
-        return len(self._prefix_map)
 
     def allocate(self, num_blocks: int) -> list[KVBlock]:
         """Take the blocks that have been free the longest; only now is their content forgotten."""
@@ -150,62 +151,66 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
-            if block.block_hash is None:
+            if block.prefix is None:
                 self._free.prepend(block)  # nothing to lose: reuse it before any cached content
             else:
                 self._free.append(block)
 
-    def lookup(
+    def find(
         self,
         block_hash: bytes,
+        parent: Prefix | None,
         token_ids: tuple[int, ...],
         extra_keys: ExtraKeys,
-        parent_prefix_id: int,
-    ) -> KVBlock | None:
-        """The block with exactly this content after exactly this prefix, or None."""
-        block = self._prefix_map.get(block_hash)
-        if block is None or not block.holds(token_ids, extra_keys, parent_prefix_id):
+    ) -> Prefix | None:
+        """Exactly this content after exactly that prefix, or None: no hash is trusted."""
+        prefix = self._prefixes.get(block_hash)
+        if (
+            prefix is None
+            or prefix.parent is not parent
+            or prefix.token_ids != token_ids
+            or prefix.extra_keys != extra_keys
+        ):
             return None
-        return block
+        return prefix
+
+    def name(
+        self,
+        block_hash: bytes,
+        parent: Prefix | None,
+        token_ids: tuple[int, ...],
+        extra_keys: ExtraKeys,
+    ) -> Prefix:
+        """The same, made if need be. Other content under this hash can't be found any more."""
+        prefix = self.find(block_hash, parent, token_ids, extra_keys)
+        if prefix is None:
+            prefix = Prefix(parent, token_ids, extra_keys, [None] * self.num_groups)
+            self._prefixes[block_hash] = prefix
+        return prefix
 
     def cache_block(
-        self,
-        block: KVBlock,
-        block_hash: bytes,
-        token_ids: tuple[int, ...],
-        extra_keys: ExtraKeys,
-        parent_prefix_id: int,
-        has_hidden: bool,
-    ) -> int:
-        """Make a computed block hittable and return the prefix id of its content.
+        self, block: KVBlock, prefix: Prefix, has_hidden: bool = False, group: int = 0
+    ) -> None:
+        """Make a computed block hittable.
 
-        Equal content that is mapped already stays, unless only the new block has hidden states.
-        Other content under this hash (a collision, or a block whose parent was evicted and came
-        back under a new prefix id, so that it can't be hit any more) gives way.
+        An older block with this content stays, unless only the new one has hidden states.
         """
-        assert block.block_hash is None, f"block {block.block_id} is cached already"
+        assert block.prefix is None, f"block {block.block_id} is cached already"
         assert block.ref_count > 0, f"block {block.block_id} is cached but nobody holds it"
-        mapped = self._prefix_map.get(block_hash)
-        if mapped is not None and mapped.holds(token_ids, extra_keys, parent_prefix_id):
-            prefix_id = mapped.prefix_id  # same content, same id: its children stay reachable
-            if mapped.has_hidden or not has_hidden:
-                return prefix_id
-        else:
-            self._last_prefix_id += 1
-            prefix_id = self._last_prefix_id
-        if mapped is not None:
-            self._forget(mapped)
-        block.block_hash, block.token_ids, block.extra_keys = block_hash, token_ids, extra_keys
-        block.prefix_id, block.parent_prefix_id = prefix_id, parent_prefix_id
-        block.has_hidden = has_hidden
-        self._prefix_map[block_hash] = block
-        return prefix_id
+        older = prefix.blocks[group]
+        if older is not None:
+            if older.has_hidden or not has_hidden:
+                return
+            self._forget(older)
+        block.prefix, block.group, block.has_hidden = prefix, group, has_hidden
+        prefix.blocks[group] = block
+        self.num_cached_blocks += 1
 
     def reset(self) -> bool:
         """Forget all content if no block is held; False, and nothing done, otherwise."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for block in list(self._prefix_map.values()):
+        for block in self.blocks:
             self._forget(block)
         return True
 
@@ -217,30 +222,30 @@ class BlockPool:
         assert NULL_BLOCK_ID not in free, "the null block is in the free queue"
         null = self.blocks[NULL_BLOCK_ID]
         assert null.ref_count == 0, "the null block is held"
-        assert null.block_hash is None, "the null block is cached"
+        assert null.prefix is None, "the null block is cached"
         for block in self.blocks[NULL_BLOCK_ID + 1 :]:
             name = f"block {block.block_id}"
             assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
             assert (block.ref_count == 0) == (block.block_id in free), (
                 f"{name}: ref_count {block.ref_count}, in free queue: {block.block_id in free}"
             )
-            if block.block_hash is None:
-                stale = block.token_ids or block.prefix_id or block.has_hidden
-                assert not stale, f"{name}: content without a hash"
+            if block.prefix is None:
+                assert not block.has_hidden, f"{name}: hidden states without content"
             else:
-                mapped = self._prefix_map.get(block.block_hash)
-                assert mapped is block, f"{name}: has a hash but is not the mapped block"
-                assert block.prefix_id > block.parent_prefix_id, f"{name}: parent came after it"
-        num_hashed = sum(block.block_hash is not None for block in self.blocks)
-        assert num_hashed == len(self._prefix_map), "the prefix map has entries without a block"
-        assert self.enable_caching or not self._prefix_map, "caching is off but blocks are cached"
+                mapped = block.prefix.blocks[block.group]
+                assert mapped is block, f"{name}: has content but is not the block to be hit"
+        num_cached = sum(block.prefix is not None for block in self.blocks)
+        assert num_cached == self.num_cached_blocks, "cached blocks miscounted"
+        assert self.enable_caching or not num_cached, "caching is off but blocks are cached"
+        for prefix in self._prefixes.values():
+            for group, hit in enumerate(prefix.blocks):
+                whole = hit is None or (hit.prefix is prefix and hit.group == group)
+                assert whole, "a prefix names a block with other content"
 
     def _forget(self, block: KVBlock) -> None:
-        if block.block_hash is None:
+        if block.prefix is None:
             return
-        del self._prefix_map[block.block_hash]
-        block.block_hash = None
-        block.token_ids = ()
-        block.extra_keys = ()
-        block.prefix_id = block.parent_prefix_id = ROOT_PREFIX_ID
+        block.prefix.blocks[block.group] = None
+        block.prefix = None
         block.has_hidden = False
+        self.num_cached_blocks -= 1

@@ -9,32 +9,45 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.block_hash import HashFunction, hash_block, request_extra_keys
-from octavo.core.block_pool import ROOT_PREFIX_ID, BlockPool, KVBlock
+from octavo.core.block_pool import NULL_BLOCK_ID, BlockPool, KVBlock, Prefix
 from octavo.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Blocks found or held, opaque to the scheduler."""
+    """Blocks found, opaque to the scheduler: equally many for each KV group."""
 
-    _blocks: tuple[KVBlock, ...] = ()
+    _groups: tuple[tuple[KVBlock, ...], ...] = ()
+    _prefix: Prefix | None = None
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._groups[0]) if self._groups else 0
 
     def get_block_ids(self) -> list[int]:
-        """Ids in table order."""
-        return [block.block_id for block in self._blocks]
+        """Ids in table order, group after group."""
+        return [block.block_id for group in self._groups for block in group]
+
+
+NO_HITS = KVCacheBlocks()
 
 
 @dataclass(slots=True)
 class _BlockTable:
-    blocks: list[KVBlock] = field(default_factory=list)
+    groups: list[list[KVBlock]]
+    """Of each KV group, equally long. What a window has passed is the null block."""
     num_cached_blocks: int = 0
     """Leading blocks that were offered to the prefix map, hits included."""
-    prefix_id: int = ROOT_PREFIX_ID
-    """Content id of these leading blocks."""
+    prefix: Prefix | None = None
+    """Content of these leading blocks."""
+    num_passed: list[int] = field(default_factory=list)
+    """Of each group: leading null blocks."""
+
+    def held(self) -> Iterable[KVBlock]:
+        """All blocks, tail first, so that the start of the prefix is reused last."""
+        columns = zip(*(reversed(group) for group in self.groups), strict=True)
+        return (block for column in columns for block in column if block.block_id != NULL_BLOCK_ID)
 
 
 class KVCacheManager:
@@ -43,12 +56,14 @@ class KVCacheManager:
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        layout: KVCacheLayout,
         enable_caching: bool,
         hash_function: HashFunction = hash_block,
     ) -> None:
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks, enable_caching)
+        self.layout, self.block_size = layout, layout.block_size
+        self._num_groups = len(layout.windows)
+        self.has_windows = layout.windows.count(None) < self._num_groups
+        self.pool = BlockPool(num_blocks, enable_caching, self._num_groups)
         self._hash_function = hash_function
         self._tables: dict[str, _BlockTable] = {}
 
@@ -66,107 +81,165 @@ class KVCacheManager:
         """True if the request has a block table."""
         return request.request_id in self._tables
 
+    def num_slots(self, request: Request) -> int:
+        """Tokens that the request's tables cover."""
+        table = self._tables.get(request.request_id)
+        return 0 if table is None else len(table.groups[0]) * self.block_size
+
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks to add to the request's table so that it holds this many tokens."""
+        """Blocks to add to the request's tables so that they cover this many tokens."""
         table = self._tables.get(request.request_id)
         num_needed = -(-num_tokens // self.block_size)
-        return num_needed if table is None else max(0, num_needed - len(table.blocks))
+        if table is not None:
+            num_needed = max(0, num_needed - len(table.groups[0]))
+        return num_needed * self._num_groups
+
+    def num_owed_blocks(
+        self, request: Request, num_tokens: int, hits: KVCacheBlocks = NO_HITS
+    ) -> int:
+        """Blocks that it will take, at most at a time, until its tables cover this many tokens."""
+        missing = self.num_missing_blocks(request, num_tokens) - len(hits) * self._num_groups
+        if self.has_windows:
+            held = self._num_held(request) + sum(map(bool, hits.get_block_ids()))
+            missing = min(missing, self.layout.peak_blocks(num_tokens) - held)
+        return max(0, missing)
 
     def num_freeable_blocks(self, request: Request) -> int:
         """Blocks that only this request holds: what freeing it would really give."""
-        return sum(block.ref_count == 1 for block in self._blocks_of(request))
+        table = self._tables.get(request.request_id)
+        return 0 if table is None else sum(block.ref_count == 1 for block in table.held())
 
     def get_block_ids(self, request: Request) -> list[int]:
-        """The request's block table; empty if it holds nothing."""
-        return [block.block_id for block in self._blocks_of(request)]
+        """The request's block tables, group after group; empty if it holds nothing."""
+        table = self._tables.get(request.request_id)
+        return [] if table is None else [block.block_id for one in table.groups for block in one]
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix in full blocks, and its tokens; nothing is held yet.
 
-        The last token is never part of it: its hidden state is what the next token comes from.
-        While prompt scores are owed only blocks with hidden states count, since the scores of
-        cached positions are computed from those.
+        Of each group only the blocks count that the next token sees. The last token is never part of
+        it: its hidden state is what the next token comes from. While prompt scores are owed only
+        blocks with hidden states count, since the scores of cached positions are computed from those;
+        they are kept with the first group.
         """
-        if not self.pool.enable_caching:
-            return KVCacheBlocks(), 0
-        extra_keys = request_extra_keys(request.engine_request)
+        windows = self.layout.windows
         needs_hidden = owes_prompt_scores(request)
-        hits: list[KVBlock] = []
-        prefix_id = ROOT_PREFIX_ID
+        if not self.pool.enable_caching or (needs_hidden and windows[0] is not None):
+            return NO_HITS, 0
+        extra_keys = request_extra_keys(request.engine_request)
+        found: list[list[KVBlock]] = [[] for _ in windows]
+        begins = [0] * len(windows)  # of the blocks that were found without a gap, by group
+        num_hits, prefix, hit_prefix = 0, None, None
         for index in range((request.num_tokens - 1) // self.block_size):
             token_ids = self._block_token_ids(request, index)
             block_hash = self._block_hash(request, index, token_ids)
-            block = self.pool.lookup(block_hash, token_ids, extra_keys, prefix_id)
-            if block is None or (needs_hidden and not block.has_hidden):
+            prefix = self.pool.find(block_hash, prefix, token_ids, extra_keys)
+            if prefix is None:
                 break
-            hits.append(block)
-            prefix_id = block.prefix_id
-        return KVCacheBlocks(tuple(hits)), len(hits) * self.block_size
+            for group, block in enumerate(prefix.blocks):
+                if block is None or (needs_hidden and group == 0 and not block.has_hidden):
+                    begins[group], block = index + 1, self.pool.null_block
+                found[group].append(block)
+            if any(begin and window is None for begin, window in zip(begins, windows, strict=True)):
+                break
+            firsts = self._first_blocks((index + 1) * self.block_size)
+            if all(begin <= first for begin, first in zip(begins, firsts, strict=True)):
+                num_hits, hit_prefix = index + 1, prefix
+        firsts = self._first_blocks(num_hits * self.block_size)
+        groups = (
+            (self.pool.null_block,) * first + tuple(blocks[first:num_hits])
+            for first, blocks in zip(firsts, found, strict=True)
+        )
+        return KVCacheBlocks(tuple(groups), hit_prefix), num_hits * self.block_size
 
     def fits(
         self, request: Request, num_tokens: int, hits: KVCacheBlocks, num_reserved_blocks: int
     ) -> bool:
-        """True if num_tokens could be allocated and the reserved blocks would still be free."""
-        needed = self._num_taken_from_free(request, num_tokens, hits)
+        """True if it could get to num_tokens and the reserved blocks would still be free."""
+        needed = self.num_owed_blocks(request, num_tokens, hits) + _num_free(hits)
         return needed + num_reserved_blocks <= self.num_free_blocks
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, hits: KVCacheBlocks | None = None
+        self, request: Request, num_tokens: int, hits: KVCacheBlocks = NO_HITS
     ) -> list[int] | None:
-        """Make the table hold num_tokens; returns the appended ids (hits included).
+        """Make the tables cover num_tokens; returns the appended ids (hits included), by group.
 
         None, and nothing changed, if too few blocks are free. Hits are only taken by a request
         that holds nothing.
         """
-        hits = hits or KVCacheBlocks()
-        if self._num_taken_from_free(request, num_tokens, hits) > self.num_free_blocks:
+        num_new = self.num_missing_blocks(request, num_tokens) - len(hits) * self._num_groups
+        if max(0, num_new) + _num_free(hits) > self.num_free_blocks:
             return None
-        table = self._tables.setdefault(request.request_id, _BlockTable())
-        assert not len(hits) or not table.blocks, "hits come before any other block of a request"
-        for block in hits._blocks:
-            self.pool.touch(block)
-            table.blocks.append(block)
-            table.num_cached_blocks += 1
-            table.prefix_id = block.prefix_id
-        new = self.pool.allocate(self.num_missing_blocks(request, num_tokens))
-        table.blocks += new
-        return hits.get_block_ids() + [block.block_id for block in new]
+        table = self._tables.get(request.request_id)
+        if table is None:
+            table = _BlockTable([[] for _ in self.layout.windows])
+            table.num_passed = [0] * self._num_groups
+            self._tables[request.request_id] = table
+        start = len(table.groups[0])
+        if len(hits):
+            self._take_hits(table, hits)
+        new = self.pool.allocate(max(0, num_new))
+        each = len(new) // self._num_groups
+        appended: list[int] = []
+        for group, blocks in enumerate(table.groups):
+            blocks += new[group * each : (group + 1) * each]
+            appended += [block.block_id for block in blocks[start:]]
+        return appended
+
+    def _take_hits(self, table: _BlockTable, hits: KVCacheBlocks) -> None:
+        assert not table.groups[0], "hits come before any other block of a request"
+        table.num_cached_blocks, table.prefix = len(hits), hits._prefix
+        table.num_passed = self._first_blocks(len(hits) * self.block_size)
+        for blocks, group in zip(table.groups, hits._groups, strict=True):
+            blocks += group
+            for block in group:
+                if block.block_id != NULL_BLOCK_ID:
+                    self.pool.touch(block)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Offer the full blocks among the computed, known tokens to the prefix map.
 
-        Called when a step is settled, never when it is planned: a block that is not computed yet
-        must not be hit.
+        Then give back what windows have passed. Called when a step is settled, never when it is
+        planned: a block that is not computed yet must not be hit, and a rejected draft computes
+        nothing. Steps in flight start no earlier, so they read nothing of what is given back.
         """
-        if not self.pool.enable_caching:
-            return
         table = self._tables[request.request_id]
-        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= table.num_cached_blocks:
-            return
+        if self.pool.enable_caching:
+            num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+            if num_full > table.num_cached_blocks:
+                self._offer(request, table, num_full)
+        if self.has_windows:
+            self._drop_passed(table, num_computed_tokens)
+
+    def _offer(self, request: Request, table: _BlockTable, num_full: int) -> None:
         extra_keys = request_extra_keys(request.engine_request)
         # Hidden states are kept for prompt positions only; a block counts if all of it has them.
         keeps_hidden = request.engine_request.sampling_params.prompt_logprobs is not None
         num_hidden_blocks = request.num_prompt_tokens // self.block_size if keeps_hidden else 0
         for index in range(table.num_cached_blocks, num_full):
             token_ids = self._block_token_ids(request, index)
-            table.prefix_id = self.pool.cache_block(
-                table.blocks[index],
-                self._block_hash(request, index, token_ids),
-                token_ids,
-                extra_keys,
-                table.prefix_id,
-                has_hidden=index < num_hidden_blocks,
-            )
+            block_hash = self._block_hash(request, index, token_ids)
+            table.prefix = self.pool.name(block_hash, table.prefix, token_ids, extra_keys)
+            has_hidden = index < num_hidden_blocks
+            for group, blocks in enumerate(table.groups):
+                self.pool.cache_block(blocks[index], table.prefix, has_hidden and group == 0, group)
         table.num_cached_blocks = num_full
 
-    def free(self, request: Request) -> list[KVBlock]:
-        """Take the request's table; the caller gives the blocks to `release` now or later.
+    def _drop_passed(self, table: _BlockTable, num_computed_tokens: int) -> None:
+        for group, end in enumerate(self._first_blocks(num_computed_tokens)):
+            start, blocks = table.num_passed[group], table.groups[group]
+            if end > start:
+                self.pool.free(blocks[start:end])
+                blocks[start:end] = [self.pool.null_block] * (end - start)
+                table.num_passed[group] = end
 
-        Tail first, so that the start of the prefix is reused last. No-op without a table.
+    def free(self, request: Request) -> list[KVBlock]:
+        """Take the request's tables; the caller gives the blocks to `release` now or later.
+
+        No-op without a table.
         """
         table = self._tables.pop(request.request_id, None)
-        return table.blocks[::-1] if table is not None else []
+        return list(table.held()) if table is not None else []
 
     def release(self, blocks: Iterable[KVBlock]) -> None:
         """Return blocks that `free` handed out."""
@@ -177,8 +250,13 @@ class KVCacheManager:
         self.pool.check_integrity()
         counts = [0] * len(self.pool.blocks)
         for table in self._tables.values():
-            assert table.num_cached_blocks <= len(table.blocks), "more cached blocks than blocks"
-            for block in table.blocks:
+            length = len(table.groups[0])
+            assert table.num_cached_blocks <= length, "more cached blocks than blocks"
+            for blocks, passed in zip(table.groups, table.num_passed, strict=True):
+                assert len(blocks) == length, "tables of one request differ in length"
+                is_null = [block is self.pool.null_block for block in blocks]
+                assert is_null == [index < passed for index in range(length)], "holes in a table"
+            for block in table.held():
                 counts[block.block_id] += 1
         for block in elsewhere:
             counts[block.block_id] += 1
@@ -188,13 +266,15 @@ class KVCacheManager:
                 f"block {block.block_id}: ref_count {block.ref_count} but {held} holders"
             )
 
-    def _blocks_of(self, request: Request) -> list[KVBlock]:
+    def _num_held(self, request: Request) -> int:
         table = self._tables.get(request.request_id)
-        return table.blocks if table is not None else []
+        if table is None:
+            return 0
+        return len(table.groups[0]) * self._num_groups - sum(table.num_passed)
 
-    def _num_taken_from_free(self, request: Request, num_tokens: int, hits: KVCacheBlocks) -> int:
-        free_hits = sum(block.ref_count == 0 for block in hits._blocks)
-        return max(0, self.num_missing_blocks(request, num_tokens) - len(hits)) + free_hits
+    def _first_blocks(self, num_tokens: int) -> list[int]:
+        """Of each group the first block that is seen after so many tokens."""
+        return [self.layout.first_block(window, num_tokens) for window in self.layout.windows]
 
     def _block_token_ids(self, request: Request, index: int) -> tuple[int, ...]:
         start = index * self.block_size
@@ -213,6 +293,12 @@ class KVCacheManager:
             extra_keys = request_extra_keys(request.engine_request)
             hashes.append(self._hash_function(parent, token_ids, extra_keys))
         return hashes[index]
+
+
+def _num_free(hits: KVCacheBlocks) -> int:
+    """Hits that nobody holds: taking them takes free blocks."""
+    blocks = (block for group in hits._groups for block in group)
+    return sum(block.ref_count == 0 and block.block_id != NULL_BLOCK_ID for block in blocks)
 
 
 def owes_prompt_scores(request: Request) -> bool:

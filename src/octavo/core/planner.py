@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.core.inflight import LaunchedRequest
-from octavo.core.kv_cache_manager import KVCacheBlocks
+from octavo.core.kv_cache_manager import NO_HITS
 from octavo.core.preemption import choose_victim
 from octavo.core.request import Request, RequestStatus
 from octavo.core.scheduler_output import NewRequestData, SchedulerOutput
@@ -157,11 +157,11 @@ class Planner:
 
     def _num_owed_blocks(self, request: Request) -> int:
         num_tokens = request.num_tokens + request.num_inflight_samples
-        return self._kv.num_missing_blocks(request, num_tokens)
+        return self._kv.num_owed_blocks(request, num_tokens)
 
     def _admit(self, request: Request, num_reserved_blocks: int, draft: StepDraft) -> bool:
         """Start it if all its known tokens fit; only the blocks of its first chunk are taken."""
-        hits, num_external, is_async = KVCacheBlocks(), 0, False
+        hits, num_external, is_async = NO_HITS, 0, False
         num_computed = request.num_computed_tokens
         if not self._kv.holds(request):  # it holds blocks only after a remote load
             hits, num_computed = self._kv.get_computed_blocks(request)
@@ -197,6 +197,8 @@ class Planner:
         """External tokens to load; the last token is always computed here, as with hits."""
         if request.engine_request.sampling_params.prompt_logprobs is not None:
             return 0, False  # loaded K/V comes without the hidden states that scores need
+        if self._kv.has_windows:
+            return 0, False  # a connector would fill blocks that no token sees
         connector = self._state.connector
         num_external, is_async = connector.get_num_new_matched_tokens(request, num_computed)
         num_external = min(num_external, request.num_tokens - 1 - num_computed)

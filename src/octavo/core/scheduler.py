@@ -53,7 +53,7 @@ class Scheduler:
         request_id, kv = engine_request.request_id, self.state.kv
         if request_id in self.state.requests:
             raise InvalidRequestError("request_id", f"{request_id!r} is in use")
-        check_can_ever_run(engine_request, self.config, kv.block_size, kv.pool.num_usable_blocks)
+        check_can_ever_run(engine_request, self.config, kv.layout, kv.pool.num_usable_blocks)
         self._num_added += 1
         priority = engine_request.priority if self.config.policy == "priority" else 0
         num_room = self.config.max_model_len - len(engine_request.prompt_token_ids)

@@ -39,9 +39,8 @@ class SchedulerState:
     ) -> None:
         self.config = config
         self.connector = connector
-        self.kv = KVCacheManager(
-            num_blocks, cache_config.block_size, cache_config.enable_prefix_caching
-        )
+        layout = cache_config.layout(config.max_num_batched_tokens)
+        self.kv = KVCacheManager(num_blocks, layout, cache_config.enable_prefix_caching)
         self.inflight = InflightSteps(self.kv.release)
         self.requests: dict[str, Request] = {}
         self.running = RequestQueue()
@@ -133,7 +132,7 @@ class SchedulerState:
         assert request.num_inflight_tokens == num_tokens, f"{name}: tokens in flight miscounted"
         assert request.num_inflight_samples == num_samples, f"{name}: samples in flight miscounted"
         assert request.num_computed_tokens <= request.num_tokens, f"{name}: computed the unknown"
-        num_slots = len(self.kv.get_block_ids(request)) * self.kv.block_size
+        num_slots = self.kv.num_slots(request)
         if is_running:
             assert num_slots >= request.num_planned_tokens, f"{name}: planned past its blocks"
         elif request.status == RequestStatus.PREEMPTED:

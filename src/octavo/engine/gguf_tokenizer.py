@@ -1,13 +1,15 @@
-"""Builds a `tokenizers` byte-level BPE from the metadata of a GGUF file.
+"""Builds a `tokenizers` tokenizer from the metadata of a GGUF file.
 
-Owns which GGUF vocabularies and pre-tokenizers are supported. The splits are those of the models'
-own tokenizer.json files, so ids equal what the models were trained with.
+Owns which GGUF vocabularies and pre-tokenizers are supported: byte-level BPE ("gpt2") and
+SentencePiece ("llama"). The splits are those of the models' own tokenizer.json files, so ids equal
+what the models were trained with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -15,26 +17,72 @@ from octavo.config.fields import shown
 from octavo.errors import ModelLoadError
 
 _T = TypeVar("_T")
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SUPPORTED_PRE = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm")
+_REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+# A capitalised or lower-case word, then one with capitals first: both end where the case turns.
+_LEAD, _UPPER, _LOWER = (
+    r"[^\r\n\p{L}\p{N}]?",
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+)
+_CASED = (f"{_LEAD}{_UPPER}*{_LOWER}+", f"{_LEAD}{_UPPER}+{_LOWER}*")
+_CASED_CONTRACTED = (f"{word}{_CONTRACTIONS}?" for word in _CASED)
+_DEEPSEEK_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+_DEEPSEEK_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
 
 
-def build_bpe(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+class _Pre(NamedTuple):
+    """How a family of byte-level BPE models prepares a text."""
+
+    splits: tuple[str, ...]
+    """Applied in turn; each match is a piece. None: GPT-2's own expression."""
+    gpt2: bool = False
+    """GPT-2's expression after `splits`."""
+    nfc: bool = False
+    whole_words: bool = False
+    """Words in the vocabulary that no merge reaches; such models start with BOS by default."""
+
+
+_LLAMA3 = _Pre((f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}",), whole_words=True)
+_QWEN2 = _Pre((f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}",), nfc=True)
+_TEKKEN = _Pre(("|".join((*_CASED, r"\p{N}", _REST_SLASH)),), whole_words=True)
+_GPT4O = _Pre(("|".join((*_CASED_CONTRACTED, r"\p{N}{1,3}", _REST_SLASH)),))
+_DEEPSEEK_CODER = _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
+_DEEPSEEK_V3 = _Pre(
+    (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        rf"{_DEEPSEEK_MARKS}|{_DEEPSEEK_WORDS}|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_PRE = {
+    **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "trillion"), _Pre((), gpt2=True)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _Pre((r"\p{N}",), gpt2=True)
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3._replace(whole_words=False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "stablelm2": _QWEN2._replace(nfc=False),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
+}
+SUPPORTED_PRE = tuple(_PRE)
+
+
+def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by `tokenizer.ggml.*`; `source` names the file in errors."""
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    kind, pre = _kind(metadata)
+    if kind not in ("gpt2", "llama"):
         raise ModelLoadError(
-            f"{source}: tokenizer.ggml.model is {shown(kind)}; only byte-level BPE ('gpt2') can be read "
-            "from GGUF. Give a folder with the model's tokenizer.json as `tokenizer`."
-        )
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in SUPPORTED_PRE:
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.pre {shown(pre)} is not supported "
-            f"(supported: {', '.join(SUPPORTED_PRE)}). Give a folder with the model's "
+            f"{source}: tokenizer.ggml.model {shown(kind)} is not supported (supported: 'gpt2', a "
+            "byte-level BPE, and 'llama', SentencePiece). Give a folder with the model's "
             "tokenizer.json as `tokenizer`."
         )
     tokens = _texts(metadata, "tokens", source)
@@ -45,36 +93,99 @@ def build_bpe(metadata: Mapping[str, Any], source: str) -> Tokenizer:
                 f"{source}: tokenizer.ggml.tokens: {shown(token)} is there twice, as {i} and "
                 f"{vocab[token]}"
             )
+    types = _one_each(metadata, "token_type", tokens, source) or [_NORMAL] * len(tokens)
+    if kind == "llama":
+        tokenizer = _sentencepiece(metadata, vocab, types, source)
+    else:
+        tokenizer = _byte_level(metadata, vocab, pre, source)
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        chosen = [tokens[i] for i, token_type in enumerate(types) if token_type == wanted]
+        tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in chosen])
+    return tokenizer
+
+
+def starts_with_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether texts start with BOS where the file does not say, as in llama.cpp."""
+    kind, pre = _kind(metadata)
+    known = _PRE.get(pre) if isinstance(pre, str) else None
+    return kind == "llama" or (known is not None and known.whole_words)
+
+
+def _kind(metadata: Mapping[str, Any]) -> tuple[Any, Any]:
+    return metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], vocab: dict[str, int], pre: Any, source: str
+) -> Tokenizer:
+    if not isinstance(pre, str) or pre not in _PRE:
+        raise ModelLoadError(
+            f"{source}: tokenizer.ggml.pre {shown(pre)} is not supported "
+            f"(supported: {', '.join(SUPPORTED_PRE)}). Give a folder with the model's "
+            "tokenizer.json as `tokenizer`."
+        )
+    family = _PRE[pre]
     merges: list[tuple[str, str]] = []
     for merge in _texts(metadata, "merges", source):
         left, space, right = merge.partition(" ")
         if not space:
             raise ModelLoadError(f"{source}: tokenizer.ggml.merges: {shown(merge)} is no pair")
         merges.append((left, right))
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    if not isinstance(types, list) or len(types) not in (0, len(tokens)):
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.token_type: {shown(types)} is not one number for each of "
-            f"{len(tokens)} tokens"
+    tokenizer = Tokenizer(
+        call_library(
+            f"{source}: tokenizer.ggml.merges",
+            lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=family.whole_words),
         )
-    model = call_library(
-        f"{source}: tokenizer.ggml.merges",
-        lambda: models.BPE(
-            vocab=vocab,
-            merges=merges,
-            # Llama 3 has whole words in its vocabulary that no merge reaches.
-            ignore_merges=pre == "llama-bpe",
-        ),
     )
-    tokenizer = Tokenizer(model)
-    if pre == "qwen2":
+    if family.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in family.splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.gpt2),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        chosen = [tokens[i] for i, token_type in enumerate(types) if token_type == wanted]
-        tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in chosen])
     return tokenizer
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[Any], source: str
+) -> Tokenizer:
+    """SentencePiece's BPE: two neighbours merge where their sum is a piece, the best score first."""
+    scores = _one_each(metadata, "scores", vocab, source)
+    if not scores or not all(isinstance(one, float) and math.isfinite(one) for one in scores):
+        raise ModelLoadError(
+            f"{source}: tokenizer.ggml.scores: {shown(scores)} is not one finite number for each of "
+            f"{len(vocab)} tokens"
+        )
+    pieces = [token for token, i in vocab.items() if types[i] == _NORMAL and len(token) > 1]
+    pieces.sort(key=lambda piece: -scores[vocab[piece]])
+    merges = [pair for piece in pieces for pair in _splits(piece, vocab)]
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if not isinstance(prefix, bool):
+        raise ModelLoadError(
+            f"{source}: tokenizer.ggml.add_space_prefix: {shown(prefix)} is not true or false"
+        )
+    tokenizer = Tokenizer(
+        call_library(
+            f"{source}: tokenizer.ggml.tokens",
+            lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True),
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    # As llama.cpp: also after each special token, but a text without letters stays empty.
+    prepended = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    tokenizer.normalizer = prepended if prefix else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _splits(piece: str, vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    for cut in range(1, len(piece)):
+        if piece[:cut] in vocab and piece[cut:] in vocab:
+            yield piece[:cut], piece[cut:]
 
 
 def call_library(where: str, build: Callable[[], _T]) -> _T:
@@ -99,21 +210,14 @@ def _texts(metadata: Mapping[str, Any], name: str, source: str) -> Sequence[str]
     return values
 
 
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    if pre in ("default", "gpt-2"):
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "smollm":
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
+def _one_each(
+    metadata: Mapping[str, Any], name: str, tokens: Sequence[str] | Mapping[str, int], source: str
+) -> list[Any]:
+    """The list `tokenizer.ggml.<name>`, one value a token; empty if it is not there."""
+    values = metadata.get(f"tokenizer.ggml.{name}") or []
+    if not isinstance(values, list) or len(values) not in (0, len(tokens)):
+        raise ModelLoadError(
+            f"{source}: tokenizer.ggml.{name}: {shown(values)} is not one number for each of "
+            f"{len(tokens)} tokens"
         )
-    digits = r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}"
-    split = Regex(f"{_CONTRACTIONS}|{_WORDS}|{digits}|{_REST}")
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(split, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return values

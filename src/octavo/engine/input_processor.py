@@ -127,7 +127,7 @@ class InputProcessor:
             raise InvalidRequestError("priority", f"must be an integer, not {show(priority)}")
         if priority and self._policy != "priority":
             raise InvalidRequestError("priority", "needs scheduling_policy='priority'")
-        text, token_ids, cache_salt = self._read_prompt(prompt)
+        text, token_ids, cache_salt = self.read_prompt(prompt)
         max_tokens = self._room(len(token_ids), params.max_tokens)
         params = self._check_logprobs(params)
         self._check_token_ids(params)
@@ -135,8 +135,10 @@ class InputProcessor:
         self._check_something_is_left(params, bad_words)
         return _Resolved(text, token_ids, cache_salt, params, max_tokens, bad_words)
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text (if given), token ids, cache salt."""
+    def read_prompt(
+        self, prompt: Prompt, max_length: int | None = None
+    ) -> tuple[str | None, list[int], str | None]:
+        """Text (if given), token ids (cut at their end to max_length, if given), cache salt."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -155,14 +157,14 @@ class InputProcessor:
         if given_ids is None:
             if text is None:
                 raise InvalidRequestError("prompt", "neither prompt nor prompt_token_ids is given")
-            field, token_ids = "prompt", self._encode("prompt", text)
+            field, token_ids = "prompt", self._encode("prompt", text, max_length=max_length)
         else:
             field = "prompt_token_ids"
             if isinstance(given_ids, str | bytes) or not isinstance(given_ids, Sequence):
                 raise InvalidRequestError(
                     field, f"must be a list of integers, not {show(given_ids)}"
                 )
-            token_ids = list(given_ids)
+            token_ids = list(given_ids)[:max_length]
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         self._check_ids(field, token_ids)
@@ -215,7 +217,13 @@ class InputProcessor:
                     field, f"token id {show(token_id)} is outside the vocabulary of {limit}"
                 )
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(
+        self,
+        field: str,
+        text: str,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+    ) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(field, "text needs a tokenizer; this engine takes token ids")
         try:
@@ -223,6 +231,8 @@ class InputProcessor:
         except UnicodeEncodeError as exc:
             raise InvalidRequestError(field, f"is not valid Unicode: {exc.reason}") from None
         try:
+            if max_length is not None:
+                return self._tokenizer.encode_cut(text, max_length)
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidRequestError as exc:
             raise InvalidRequestError(field, exc.message) from exc

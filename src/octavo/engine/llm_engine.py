@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from octavo.config.engine import EngineArgs, EngineConfig
+from octavo.config.model import ModelConfig
 from octavo.config.resolve import resolve
 from octavo.core.scheduler_output import EngineCoreOutput, SchedulerStats
 from octavo.engine.chat_template import ChatTemplate
@@ -23,7 +24,6 @@ from octavo.engine.turns import InterruptGate, Turns
 from octavo.errors import EngineDeadError
 from octavo.outputs import RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
-from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
 
 
@@ -35,8 +35,7 @@ class LLMEngine:
     between turns, so no output of any request is lost. `Turns.take` says who cannot have a turn.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
-        model = load_model_config(args)
+    def __init__(self, args: EngineArgs, model: ModelConfig) -> None:
         config = resolve(args, model, probe_device(args.device))
         self.tokenizer: Tokenizer | None = None
         if not args.skip_tokenizer_init:

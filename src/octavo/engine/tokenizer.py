@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from octavo.config.fields import shown
-from octavo.engine.gguf_tokenizer import build_bpe, call_library
+from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
 from octavo.errors import InvalidRequestError, ModelLoadError
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.safetensors import is_file, read_json
@@ -66,14 +66,14 @@ class Tokenizer:
             )
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._byte_level, self._strip_first_space = _decoding_kind(backend)
+        self._byte_level, self._strip_first_space, self._continues = _decoding_kind(backend)
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From the metadata of a GGUF file."""
         meta = GGUFFile(Path(path)).metadata
-        backend = build_bpe(meta, str(path))
+        backend = build_tokenizer(meta, str(path))
         named = {}
         for name, short in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):
             key = f"tokenizer.ggml.{short}_token_id"
@@ -82,12 +82,10 @@ class Tokenizer:
                 if token is None:
                     raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
-        # Without the key, llama.cpp starts every Llama 3 text with BOS.
-        default_bos = meta.get("tokenizer.ggml.pre") == "llama-bpe"
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), default_bos),
+            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), starts_with_bos(meta)),
             chat_template=_default_template(
                 meta.get("tokenizer.chat_template"), f"{path}: tokenizer.chat_template"
             ),
@@ -155,6 +153,22 @@ class Tokenizer:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
+    def encode_cut(self, text: str, max_length: int) -> list[int]:
+        """Like `encode`, but of a text cut at its end so that so many ids are left, special ones kept.
+
+        max_length: more than `num_special_tokens`.
+        """
+        if len(ids := self.encode(text)) <= max_length:
+            return ids
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max_length - self.num_special_tokens)
+        return list(self.backend.post_process(encoding).ids)
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Tokens that `encode` adds to a text's own, but for a BOS of `add_bos`."""
+        return int(self.backend.num_special_tokens_to_add(False))
+
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, or None."""
         return self.backend.token_to_id(token)
@@ -172,6 +186,9 @@ class Tokenizer:
             if all(char in table for char in token):
                 return bytes(table[char] for char in token)
             return token.encode("utf-8")  # an added token with characters outside the byte alphabet
+        if self._continues:
+            begins = not token.startswith(self._continues)
+            return (" " + token if begins else token.removeprefix(self._continues)).encode("utf-8")
         if _BYTE.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode("utf-8")
@@ -192,14 +209,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return Tokenizer.from_folder(path.parent if path.name == "tokenizer.json" else path)
 
 
-def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """Whether tokens spell bytes (GPT-2) or pieces with '▁' (SentencePiece), and the space rule."""
+def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
+    """Whether tokens spell bytes (GPT-2) or pieces (SentencePiece, WordPiece), whether a text's first
+    space is dropped, and what marks a piece that continues a word (WordPiece; else empty)."""
     decoder = backend.decoder
     state = {} if decoder is None else json.loads(decoder.__getstate__())
     steps = state.get("decoders", [state])
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return True, False
+        return True, False, ""
     if kinds & {"Replace", "Metaspace"} and kinds <= {
         "Replace",
         "Metaspace",
@@ -208,7 +226,9 @@ def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
         "Strip",
     }:
         never = any(step.get("prepend_scheme") == "never" for step in steps)
-        return False, bool(kinds & {"Strip", "Metaspace"}) and not never
+        return False, bool(kinds & {"Strip", "Metaspace"}) and not never, ""
+    if kinds == {"WordPiece"} and (prefix := state.get("prefix")):
+        return False, True, str(prefix)
     raise ModelLoadError(f"tokenizer.json: decoder {state or None} is not supported")
 
 

@@ -19,9 +19,10 @@ from octavo.layers.rotary import RotaryEmbedding, pair_halves
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers share in one step."""
+    """What all layers of a KV group share in one step."""
 
     common: CommonAttentionMetadata
+    """Of the group alone."""
     attention: Any
     """What the backend built from `common`."""
     rotary_tables: tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +43,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
+        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.unit_offset = config.norm_unit_offset
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden = self.hidden_size = config.hidden_size
         self.qkv_proj = Linear(hidden, (query, kv, kv), dtype, device, config.attention_bias)
@@ -50,8 +52,8 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
-            self.k_norm = RMSNorm(self.head_dim, self.eps, dtype, device)
+            self.q_norm = RMSNorm(self.head_dim, self.eps, dtype, device, self.unit_offset)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, dtype, device, self.unit_offset)
         self.rotary_dim = config.rope.rotary_dim(self.head_dim)
         self.rotary = rotary
         self.backend = backend
@@ -115,4 +117,5 @@ class Attention(nn.Module):
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self.eps,
+            self.unit_offset,
         )

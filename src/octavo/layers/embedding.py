@@ -14,20 +14,28 @@ _META = torch.device("meta")
 
 
 class Embedding(nn.Module):
-    """Rows of a (vocab_size, hidden_size) weight by token id."""
+    """Rows of a (vocab_size, hidden_size) weight by token id, times `scale` rounded to the dtype."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         empty = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
+        self.scale = torch.tensor(scale, dtype=dtype).item()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: (T,) int32 or int64 -> (T, hidden_size)."""
         if input_ids.is_cuda:
-            return embed(input_ids, self.weight)
-        return F.embedding(input_ids, self.weight)
+            rows = embed(input_ids, self.weight)
+        else:
+            rows = F.embedding(input_ids, self.weight)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 class LMHead(Linear):

@@ -1,23 +1,49 @@
-"""Root-mean-square normalisation, with the residual addition that precedes it."""
+"""Normalisation of rows: by root mean square, with the residual addition before it, and LayerNorm."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from octavo.kernels.triton.norm import reference_rms_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF."""
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias. A row's bits depend on that row only."""
 
     def __init__(
         self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        empty = torch.empty(2, hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty[0], requires_grad=False)
+        self.bias = nn.Parameter(empty[1], requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, hidden_size) -> the same shape."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight. Statistics in fp32; the result is rounded before the weight, as in HF.
+
+    unit_offset: x / rms(x) * (1 + weight), rounded after that, as in HF's Gemma.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        unit_offset: bool = False,
+    ) -> None:
+        super().__init__()
         empty = torch.empty(hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self.eps = eps
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -28,4 +54,4 @@ class RMSNorm(nn.Module):
         written into `residual`.
         """
         norm = rms_norm if x.is_cuda else reference_rms_norm
-        return norm(x, self.weight, self.eps, residual)
+        return norm(x, self.weight, self.eps, residual, self.unit_offset)

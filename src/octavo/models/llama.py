@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen and Phi-3 dense models: what the checkpoint calls each weight.
+"""Llama, Mistral, Qwen, Phi-3 and Gemma 3 models: what the checkpoint calls each weight.
 
 Their config says the rest.
 """
@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from octavo.config.model import ModelConfig
 from octavo.models.decoder import WeightTarget
+from octavo.models.moe import expert_map
+
+_NORMS = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
+# Gemma norms what is added to the residual stream, too; its names say where a norm stands.
+_GEMMA_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "attention_out_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
 
 
 def weight_map(config: ModelConfig, fused: bool = False) -> dict[str, WeightTarget]:
@@ -40,18 +50,17 @@ def _layer_map(config: ModelConfig, index: int, fused: bool) -> dict[str, Weight
             config.attention_bias,
         ),
         ("self_attn.o_proj", query, {"self_attn.o_proj": hidden}, config.attention_out_bias),
-        (
-            "mlp.gate_up_proj",
-            hidden,
-            {"mlp.gate_proj": inner, "mlp.up_proj": inner},
-            config.mlp_bias,
-        ),
-        ("mlp.down_proj", inner, {"mlp.down_proj": hidden}, config.mlp_bias),
     ]
     targets = {
-        f"{theirs}.{name}.weight": WeightTarget(f"{ours}.{name}.weight", 0, (hidden,))
-        for name in ("input_layernorm", "post_attention_layernorm")
+        f"{theirs}.{name}.weight": WeightTarget(f"{ours}.{own}.weight", 0, (hidden,))
+        for name, own in (_GEMMA_NORMS if config.post_norms else _NORMS).items()
     }
+    if config.is_sparse(index):
+        targets |= expert_map(config, ours, theirs)
+    else:
+        gate_up, bias = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, config.mlp_bias
+        linears.append(("mlp.gate_up_proj", hidden, gate_up, bias))
+        linears.append(("mlp.down_proj", inner, {"mlp.down_proj": hidden}, bias))
     if config.qk_norm:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             place = WeightTarget(f"{ours}.{name}.weight", 0, (config.head_dim,))

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend
+from octavo.config.encoder import ENCODERS
 from octavo.config.model import ModelConfig
-from octavo.models import llama
+from octavo.models import bert, llama
 from octavo.models.decoder import DecoderModel, WeightTarget
 
 WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
@@ -18,13 +19,16 @@ WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
     "Qwen3ForCausalLM": llama.weight_map,
     "MistralForCausalLM": llama.weight_map,
     "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
+    "Gemma3ForCausalLM": llama.weight_map,
+    "MixtralForCausalLM": llama.weight_map,
+    "Qwen2MoeForCausalLM": llama.weight_map,
+    "Qwen3MoeForCausalLM": llama.weight_map,
+    **dict.fromkeys(ENCODERS, bert.weight_map),
 }
 """One entry for each of config.model.ARCHITECTURES."""
 
 
-def build_model(
-    config: ModelConfig, backend: AttentionBackend, device: torch.device
-) -> DecoderModel:
+def build_model(config: ModelConfig, backend: ModelBackend, device: torch.device) -> DecoderModel:
     """The model with unfilled parameters; see `weights.loader.load_model` for a ready one."""
     return DecoderModel(config, backend, device)
 

@@ -8,8 +8,13 @@ from pathlib import Path
 from octavo.config.engine import EngineArgs
 from octavo.config.fields import token_ids
 from octavo.config.model import LoadFormat, ModelConfig
-from octavo.errors import ConfigError, ModelLoadError
+from octavo.errors import ConfigError, InvalidRequestError, ModelLoadError
+from octavo.sampling_params import SamplingParams
 from octavo.weights import gguf, hub, safetensors
+from octavo.weights.sentence_transformers import with_pooling
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that become defaults of requests, as in vLLM."""
 
 
 def load_model_config(args: EngineArgs) -> ModelConfig:
@@ -39,12 +44,28 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
     result = ModelConfig.from_hf(
         config, path, "dummy" if load_format == "dummy" else "safetensors", dtype
     )
-    return replace(result, eos_token_ids=_merge_eos(result, path))
+    if result.encoder is not None:
+        return with_pooling(result)
+    return _with_generation_config(result, path, args.generation_config == "auto")
 
 
-def _merge_eos(config: ModelConfig, folder: Path) -> tuple[int, ...]:
-    """Chat models often name their end-of-turn token in generation_config.json only."""
+def _with_generation_config(config: ModelConfig, folder: Path, sampling: bool) -> ModelConfig:
+    """What generation_config.json adds: ends of text, and with `sampling` its defaults for requests.
+
+    Chat models often name their end-of-turn token there only.
+    """
     path = folder / "generation_config.json"
-    extra = safetensors.read_json(path).get("eos_token_id") if path.exists() else None
-    ids = token_ids(extra, f"{path}: eos_token_id", config.vocab_size)
-    return tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
+    content = safetensors.read_json(path) if path.exists() else {}
+    ids = token_ids(content.get("eos_token_id"), f"{path}: eos_token_id", config.vocab_size)
+    found = {name: content[name] for name in SAMPLING if content.get(name) is not None}
+    if content.get("do_sample") is False:
+        found = {"temperature": 0.0}
+    try:
+        SamplingParams(**found)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return replace(
+        config,
+        eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))),
+        sampling_defaults=tuple(found.items()) if sampling else (),
+    )

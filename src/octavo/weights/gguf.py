@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +24,7 @@ import torch
 
 from octavo.config.fields import shown
 from octavo.config.model import ModelConfig
+from octavo.config.moe import MAX_EXPERTS
 from octavo.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -54,6 +55,20 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Gemma's norms stand elsewhere; see models.llama.
+_GEMMA_LAYER_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -186,9 +201,15 @@ class GGUFFile:
         num_bytes = math.prod(shape) // per_block * block_bytes
         return name, TensorInfo(shape, kind, offset, num_bytes)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, dequantised: float32, or the stored type if that is F16 or BF16."""
+    def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor, dequantised: float32, or the stored type if that is F16 or BF16.
+
+        With `index` only that one of its parts along the first dimension.
+        """
         info = self.tensors[name]
+        if index is not None:
+            size = info.num_bytes // info.shape[0]
+            info = TensorInfo(info.shape[1:], info.type, info.offset + index * size, size)
         data = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
         gguf = _library()
         kinds = gguf.GGMLQuantizationType
@@ -218,49 +239,76 @@ def read_config(file: GGUFFile, load_format: Any, dtype: Any) -> ModelConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the checkpoint by its Hugging Face name, and where it is in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    expert: int | None = None
+    """Which part of a tensor that holds those of all experts."""
+
+
+def weights(file: GGUFFile) -> Iterator[Weight]:
+    """All weights. One whose name is not known keeps it, so that the loader can complain about it."""
+    is_gemma = file.metadata.get("general.architecture") == "gemma3"
+    layer_names = _LAYER_NAMES | _GEMMA_LAYER_NAMES if is_gemma else _LAYER_NAMES
+    for stored, info in file.tensors.items():
+        name, shape = hf_name(stored, layer_names), info.shape
+        if "_exps." in stored and len(shape) == 3 and shape[0] <= MAX_EXPERTS:
+            for expert in range(shape[0]):
+                yield Weight(name.replace("{}", str(expert)), shape[1:], stored, expert)
+        elif "_inp_shexp." in stored and len(shape) == 1:
+            yield Weight(name, (1, *shape), stored)
+        elif stored != ROPE_FREQS:
+            yield Weight(name, shape, stored)
+
+
 def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
 
-    A few threads dequantise ahead of the caller. A tensor whose name is not known keeps it, so that
-    the loader can complain about it.
+    A few threads dequantise ahead of the caller.
     """
 
-    def read(name: str) -> tuple[str, torch.Tensor]:
-        tensor = file.tensor(name)
+    def read(weight: Weight) -> tuple[str, torch.Tensor]:
+        tensor = file.tensor(weight.stored, weight.expert)
         # Only Llama files are permuted: the rotary embedding of other families is stored as it is.
-        if config.architecture == "LlamaForCausalLM":
-            if ".attn_q." in name:
+        if config.architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
+            if ".attn_q." in weight.stored:
                 tensor = unpermute(tensor, config.num_heads)
-            elif ".attn_k." in name:
+            elif ".attn_k." in weight.stored:
                 tensor = unpermute(tensor, config.num_kv_heads)
-        return hf_name(name), tensor
+        if config.norm_unit_offset and weight.stored.endswith("norm.weight"):
+            tensor = tensor.float() - 1.0  # the file has what is multiplied by
+        return weight.name, tensor.view(weight.shape)
 
-    return _ahead(read, [name for name in file.tensors if name != ROPE_FREQS])
+    return _ahead(read, list(weights(file)))
 
 
 def _ahead(
-    read: Callable[[str], tuple[str, torch.Tensor]], names: Sequence[str]
+    read: Callable[[Weight], tuple[str, torch.Tensor]], weights: Sequence[Weight]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """read(name) of all names in order; at most _MAX_THREADS + 1 results wait."""
+    """read(weight) of all weights in order; at most _MAX_THREADS + 1 results wait."""
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "gguf") as pool:
         waiting: deque[Future[tuple[str, torch.Tensor]]] = deque()
-        for name in names:
-            waiting.append(pool.submit(read, name))
+        for weight in weights:
+            waiting.append(pool.submit(read, weight))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names unchanged."""
     stem, _, kind = name.rpartition(".")
     if stem in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[stem]}.{kind}"
     pieces = stem.split(".", 2)
-    if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _LAYER_NAMES:
-        return f"model.layers.{pieces[1]}.{_LAYER_NAMES[pieces[2]]}.{kind}"
+    if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in layer_names:
+        return f"model.layers.{pieces[1]}.{layer_names[pieces[2]]}.{kind}"
     return name
 
 

@@ -6,24 +6,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend
 from octavo.config import machine
 from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
 from octavo.models import registry
+from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
 from octavo.weights import dummy, gguf, safetensors
 from octavo.weights.upload import FileUpload
 
 _SHOWN = 8
-# Tensors that some checkpoints carry and that the config already says.
-_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Tensors that some checkpoints carry: what the config already says, and layers that are not used.
+_UNUSED_SUFFIXES = (
+    *(".rotary_emb.inv_freq", "embeddings.position_ids"),
+    *("pooler.dense.weight", "pooler.dense.bias"),
+)
 
 
 def load_model(
     config: ModelConfig,
-    backend: AttentionBackend,
+    backend: ModelBackend,
     device: torch.device,
     seed: int = 0,
     linear_backend: LinearBackend = "tiled",
@@ -41,6 +45,29 @@ def load_model(
     model.finalize(linear_backend)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the model's
+    return model
+
+
+def load_encoder(
+    config: ModelConfig,
+    device: torch.device,
+    seed: int = 0,
+    linear_backend: LinearBackend = "tiled",
+) -> BertEncoder:
+    """`load_model` for an embedding model. Tensors that are not finite are refused, too."""
+    _check_shapes(config)
+    _check_memory(config, device)
+    model = BertEncoder(config, device)
+    load_weights(model, config, seed)
+    parameters = dict(model.named_parameters())
+    bad = []
+    for name, place in registry.weight_map(config).items():
+        rows = parameters[place.parameter][place.start : place.start + place.shape[0]]
+        if not bool(rows.isfinite().all()):
+            bad.append(name)
+    if bad:
+        raise ModelLoadError(f"{config.path}: not finite in {config.dtype}: {_names(bad)}")
+    model.finalize(linear_backend)
     return model
 
 
@@ -66,8 +93,7 @@ def _check_shapes(config: ModelConfig) -> None:
         return
     held: Iterable[tuple[str, tuple[int, ...]]]
     if config.load_format == "gguf":
-        infos = gguf.GGUFFile(config.path).tensors
-        held = ((gguf.hf_name(name), info.shape) for name, info in infos.items())
+        held = ((one.name, one.shape) for one in gguf.weights(gguf.GGUFFile(config.path)))
     else:  # memory-mapped: no data is read
         held = ((n, tuple(t.shape)) for n, t in safetensors.iterate_tensors(config.path))
     waiting = registry.weight_map(config)
@@ -84,7 +110,7 @@ def _check_shape(where: str, name: str, shape: tuple[int, ...], target: WeightTa
         raise ModelLoadError(f"{where}: {name} has shape {shape}, expected {target.shape}")
 
 
-def load_weights(model: DecoderModel, config: ModelConfig, seed: int = 0) -> None:
+def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: int = 0) -> None:
     """Stream the checkpoint into the model's parameters, converting to its dtype.
 
     Raises ModelLoadError naming tensors that are missing, unexpected, doubled, of the wrong shape
@@ -110,10 +136,10 @@ def load_weights(model: DecoderModel, config: ModelConfig, seed: int = 0) -> Non
 
 
 def _stored(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors folder but for a tied lm_head and derived rotary tables."""
+    """The tensors of a safetensors folder but for a tied lm_head and what is not used."""
     for name, tensor in safetensors.iterate_tensors(config.path):
         tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-        if not tied_head and not name.endswith(_DERIVED_SUFFIXES):
+        if not tied_head and not name.endswith(_UNUSED_SUFFIXES):
             yield name, tensor
 
 

@@ -26,7 +26,7 @@ def initialise_math() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         values = torch.linspace(0.5, 1.5, 64, dtype=dtype)
-        for function in (torch.exp, torch.log, torch.cos, torch.sin, torch.rsqrt):
+        for function in (torch.exp, torch.log, torch.cos, torch.sin, torch.rsqrt, torch.erf):
             function(values)
 
 

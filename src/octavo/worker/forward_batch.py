@@ -56,13 +56,13 @@ def build_common_metadata(
     positions = computed[request_of_token] + offsets
     row_of_token = rows[request_of_token]
     input_ids = slots.token_ids[row_of_token, positions].to(torch.int64)
-    block_ids = slots.block_table[row_of_token, positions // block_size].to(torch.int64)
+    block_ids = slots.block_tables[:, row_of_token, positions // block_size].to(torch.int64)
     num_blocks = -(-max_seq_len // block_size)
     common = CommonAttentionMetadata(
         query_start_loc=query_start_loc.to(torch.int32),
         seq_lens=(computed + lens).to(torch.int32),
-        block_tables=slots.block_table[rows, :num_blocks],
-        slot_mapping=block_ids * block_size + positions % block_size,
+        block_tables=slots.block_tables[:, rows, :num_blocks].squeeze(0),
+        slot_mapping=(block_ids * block_size + positions % block_size).squeeze(0),
         positions=positions,
     )
     return common, input_ids

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -139,7 +139,7 @@ class ModelRunner(ABC):
         self,
         config: EngineConfig,
         model: DecoderModel,
-        backend: AttentionBackend,
+        backend: ModelBackend,
         kv_caches: list[torch.Tensor],
         device: torch.device,
         connector: KVConnectorWorker | None = None,
@@ -151,7 +151,11 @@ class ModelRunner(ABC):
         self._connector = connector or NullWorkerConnector()
         self._connector.register_kv_caches(kv_caches)
         self.slots = RequestSlots(
-            scheduler.max_num_seqs, scheduler.max_model_len, self._block_size, device
+            scheduler.max_num_seqs,
+            scheduler.max_model_len,
+            self._block_size,
+            device,
+            len(config.cache.group_windows),
         )
         self._sampling = SamplingState(scheduler.max_num_seqs, config.model.vocab_size, device)
         num_slots = kv_caches[0].shape[0] * self._block_size
@@ -239,7 +243,9 @@ class ModelRunner(ABC):
         hidden, logits = self._forward(batch)
         self._connector.save_kv(plan.kv_connector_metadata)
         if rows.scored:
-            self._score_prompts(rows, batch.common.slot_mapping, hidden, step)
+            # Hidden states are kept with the blocks of the first group.
+            slot_mapping = batch.common.slot_mapping.reshape(-1, len(hidden))[0]
+            self._score_prompts(rows, slot_mapping, hidden, step)
         if rows.sampled_ids:
             step.request_ids = rows.sampled_ids
             step.sampled = self._sample(batch, logits, rows.sampled_slots)
@@ -291,7 +297,7 @@ class ModelRunner(ABC):
         slot = self.slots.slot_of[request_id]
         targets = torch.arange(positions.start, positions.stop, device=self._device)
         sources = targets - 1
-        blocks = self.slots.block_table[slot, sources // self._block_size].to(torch.int64)
+        blocks = self.slots.block_tables[0, slot, sources // self._block_size].to(torch.int64)
         kv_slots = blocks * self._block_size + sources % self._block_size
         next_tokens = self.slots.token_ids[slot, targets].to(torch.int64)
         return self._scorer.score(kv_slots, next_tokens, num_top)

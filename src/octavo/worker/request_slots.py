@@ -23,15 +23,21 @@ class RequestSlots:
     """State of up to `max_num_seqs` requests; attributes are views into the arena.
 
     token_ids: (max_num_seqs, max_model_len) int32, prompt and output so far.
-    block_table: (max_num_seqs, max_blocks) int32, rows padded with the null block 0.
+    block_tables: (num_groups, max_num_seqs, max_blocks) int32, one row a KV group and request, padded
+    with the null block 0; what a window has passed may be any block.
     num_tokens, num_computed_tokens, num_prompt_tokens: (max_num_seqs,) int32.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self.max_blocks = -(-max_model_len // block_size)
-        widths = [max_model_len, self.max_blocks, 1, 1, 1]
+        widths = [max_model_len, 1, 1, 1, *[self.max_blocks] * num_groups]
         sizes = [max_num_seqs * width for width in widths]
         if sum(sizes) > MAX_ARENA:
             raise ConfigError(
@@ -46,8 +52,10 @@ class RequestSlots:
             for start, size in zip(self._starts, sizes, strict=False)
         ]
         self.token_ids = views[0].view(max_num_seqs, max_model_len)
-        self.block_table = views[1].view(max_num_seqs, self.max_blocks)
-        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = views[2:]
+        self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = views[1:4]
+        self.num_groups = num_groups
+        tables = self.arena[self._starts[4] :]
+        self.block_tables = tables.view(num_groups, max_num_seqs, self.max_blocks)
         self._staging = PinnedRing(device, FIRST_STAGING)
         self.slot_of: dict[str, int] = {}
         self._num_blocks_of: dict[str, int] = {}
@@ -73,14 +81,22 @@ class RequestSlots:
                 freed.append(slot)
         for new in plan.new_requests:
             self.slot_of[new.request_id] = self._free.pop()
-            self._num_blocks_of[new.request_id] = len(new.block_ids)
+            self._num_blocks_of[new.request_id] = 0
         writes = [write for new in plan.new_requests for write in self._admission(new)]
         for request_id, block_ids in plan.new_block_ids.items():
-            start = self._num_blocks_of[request_id]
-            writes.append((self._index(1, self.slot_of[request_id]) + start, block_ids))
-            self._num_blocks_of[request_id] = start + len(block_ids)
+            writes += self._append_blocks(request_id, block_ids)
         self._apply(writes)
         return freed
+
+    def _append_blocks(self, request_id: str, block_ids: list[int]) -> list[tuple[int, list[int]]]:
+        """block_ids: as many of each group, group after group."""
+        slot, start = self.slot_of[request_id], self._num_blocks_of[request_id]
+        each = len(block_ids) // self.num_groups
+        self._num_blocks_of[request_id] = start + each
+        return [
+            (self._index(4 + group, slot) + start, block_ids[group * each : (group + 1) * each])
+            for group in range(self.num_groups)
+        ]
 
     def warm_up(self) -> None:
         """Compile what `update` launches on a GPU. Writes into the arena."""
@@ -93,10 +109,10 @@ class RequestSlots:
         slot = self.slot_of[new.request_id]
         return [
             (self._index(0, slot), new.token_ids),
-            (self._index(1, slot), new.block_ids),
-            (self._index(2, slot), [len(new.token_ids)]),
-            (self._index(3, slot), [new.num_computed_tokens]),
-            (self._index(4, slot), [len(new.engine_request.prompt_token_ids)]),
+            (self._index(1, slot), [len(new.token_ids)]),
+            (self._index(2, slot), [new.num_computed_tokens]),
+            (self._index(3, slot), [len(new.engine_request.prompt_token_ids)]),
+            *self._append_blocks(new.request_id, new.block_ids),
         ]
 
     def _apply(self, writes: list[tuple[int, list[int]]]) -> None:

@@ -20,7 +20,7 @@ class StepInputs:
         self, slots: RequestSlots, max_num_tokens: int, block_size: int, device: torch.device
     ) -> None:
         self._slots, self._block_size = slots, block_size
-        max_num_seqs, max_blocks = slots.block_table.shape
+        num_groups, max_num_seqs, max_blocks = slots.block_tables.shape
         self._staging = PinnedRing(device, 3 * max_num_seqs + 1)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -28,10 +28,10 @@ class StepInputs:
 
         self.input_ids = zeros(max_num_tokens)
         self._positions = zeros(max_num_tokens, dtype=torch.int64)
-        self._slot_mapping = zeros(max_num_tokens, dtype=torch.int64)
+        self._slot_mapping = zeros(num_groups, max_num_tokens, dtype=torch.int64)
         self._seq_lens = zeros(max_num_seqs)
         self._query_start_loc = zeros(max_num_seqs + 1)
-        self._block_tables = zeros(max_num_seqs, max_blocks)
+        self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.logits_indices = zeros(max_num_seqs, dtype=torch.int64)
         self.sample_slots = zeros(max_num_seqs)
         self._outputs = (
@@ -69,7 +69,7 @@ class StepInputs:
         sampled[sampled_rows] = np.arange(len(sampled_rows))
         self.fill_again = bind_prepare_step(
             self._staging.stage([slots.astype(np.int32), starts, sampled]),
-            (self._slots.token_ids, self._slots.block_table, self._slots.num_computed_tokens),
+            (self._slots.token_ids, self._slots.block_tables, self._slots.num_computed_tokens),
             self._outputs,
             (len(slots), int(starts[-1]), len(sampled_rows)),
             padded,
@@ -82,7 +82,7 @@ class StepInputs:
         return CommonAttentionMetadata(
             query_start_loc=self._query_start_loc[: num_requests + 1],
             seq_lens=self._seq_lens[:num_requests],
-            block_tables=self._block_tables[:num_requests],
-            slot_mapping=self._slot_mapping[:num_tokens],
+            block_tables=self._block_tables[:, :num_requests].squeeze(0),
+            slot_mapping=self._slot_mapping[:, :num_tokens].squeeze(0),
             positions=self._positions[:num_tokens],
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import ModelBackend, make_backend
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import Decision, EngineConfig
@@ -52,22 +54,20 @@ class Worker:
         )
         if config.device == "cuda":
             torch.cuda.synchronize()  # weights were copied on other streams
-        self._specs = self._model.kv_cache_specs(config.cache.block_size)
+        self._spec = config.model.kv_cache_spec(config.cache.block_size)
         self._runner: ModelRunner | None = None
 
-    def _make_backend(self) -> AttentionBackend:
+    def _make_backend(self) -> ModelBackend:
         model, scheduler = self._config.model, self._config.scheduler
-        spec = model.kv_cache_spec(self._config.cache.block_size)
-        if self._config.device == "cpu":
-            return ReferenceAttention(model.num_heads, spec, model.sliding_window)
-        return TritonAttention(
-            model.num_heads,
-            spec,
-            scheduler.max_num_seqs,
-            scheduler.max_model_len,
-            self._device,
-            model.sliding_window,
-        )
+        heads, spec = model.num_heads, model.kv_cache_spec(self._config.cache.block_size)
+        limits = scheduler.max_num_seqs, scheduler.max_model_len
+
+        def make(window: int | None) -> AttentionBackend:
+            if self._config.device == "cpu":
+                return ReferenceAttention(heads, spec, window)
+            return TritonAttention(heads, spec, *limits, self._device, window)
+
+        return make_backend(self._config.cache.group_windows, make)
 
     @torch.inference_mode()
     def size_pool(self) -> tuple[int, Decision]:
@@ -89,7 +89,7 @@ class Worker:
             available = available_memory()
             available -= _peak_bytes(self._run_dummy)
         model, block_size = self._config.model, self._config.cache.block_size
-        block_bytes = sum(spec.block_bytes for spec in self._specs)
+        block_bytes = self._spec.block_bytes * len(model.layer_groups()[0])
         block_bytes += block_size * model.hidden_size * TORCH_DTYPES[model.dtype].itemsize
         return size_kv_pool(self._config, block_bytes, max(0, available))
 
@@ -146,16 +146,20 @@ class Worker:
                 self._stream.synchronize()
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """One tensor a layer. Only the null block is zeroed (it is read for keys that are not
-        there); the rest is written before it is read, and takes no memory until then on a CPU."""
+        """The tensor of each layer; layers of different groups share one, in blocks of their own.
+
+        Only the null block is zeroed (it is read for keys that are not there); the rest is written
+        before it is read, and takes no memory until then on a CPU.
+        """
         dtype = TORCH_DTYPES[self._config.model.dtype]
-        caches = []
-        for spec in self._specs:
-            shape = self._backend.kv_cache_shape(num_blocks, spec)
+        shape = self._backend.kv_cache_shape(num_blocks, self._spec)
+        groups = self._config.model.layer_groups()
+        caches: dict[int, torch.Tensor] = {}
+        for sharing in itertools.zip_longest(*groups):
             cache = torch.empty(shape, dtype=dtype, device=self._device)
             cache[0].zero_()
-            caches.append(cache)
-        return caches
+            caches |= {layer: cache for layer in sharing if layer is not None}
+        return [caches[layer] for layer in range(len(caches))]
 
     def _run_dummy(self) -> None:
         """One prefill step of all the tokens that a step may have, on a KV cache of its own."""
@@ -164,10 +168,11 @@ class Worker:
         num_tokens = min(scheduler.max_num_batched_tokens, longest * scheduler.max_num_seqs)
         full, rest = divmod(num_tokens, longest)
         lens = [longest] * full + [rest] * (rest > 0)
-        slots = RequestSlots(len(lens), longest, block_size, self._device)
-        num_blocks = slots.block_table.numel()
+        num_groups = len(self._config.cache.group_windows)
+        slots = RequestSlots(len(lens), longest, block_size, self._device, num_groups)
+        num_blocks = slots.block_tables.numel()
         block_ids = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=self._device)
-        slots.block_table.copy_(block_ids.view_as(slots.block_table))
+        slots.block_tables.copy_(block_ids.view_as(slots.block_tables))
         rows = torch.arange(len(lens), device=self._device)
         common, input_ids = build_common_metadata(slots, rows, lens, longest, block_size)
         kv_caches = self._allocate(num_blocks + 1)
@@ -180,7 +185,8 @@ class Worker:
 def _runner_bytes(config: EngineConfig) -> int:
     """GPU memory that the runner takes beside the KV cache and a forward pass."""
     scheduler, block_size = config.scheduler, config.cache.block_size
-    numbers = scheduler.max_model_len + 2 * -(-scheduler.max_model_len // block_size)
+    num_groups = len(config.cache.group_windows)
+    numbers = scheduler.max_model_len + 2 * num_groups * -(-scheduler.max_model_len // block_size)
     tables = 4 * scheduler.max_num_seqs * numbers
     sampling = SAMPLING_BYTES * scheduler.max_num_seqs * config.model.vocab_size
     return tables + sampling + (0 if config.enforce_eager else GRAPH_RESERVE)

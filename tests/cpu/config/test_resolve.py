@@ -12,6 +12,7 @@ import pytest
 
 from octavo.config.engine import EngineArgs, EngineConfig
 from octavo.config.model import ModelConfig
+from octavo.config.moe import MoEConfig
 from octavo.config.resolve import (
     DeviceFacts,
     engine_share,
@@ -207,6 +208,11 @@ def test_a_float32_checkpoint_runs_as_bfloat16_on_a_gpu() -> None:
         (WIDE, {"linear_backend": "tiled"}, "linear_backend='tiled'"),
         (replace(WIDE, intermediate_size=1111), {}, "intermediate_size=1111"),
         (replace(WIDE, vocab_size=2**19 + 8), {}, "vocab_size=524296"),
+        (
+            replace(WIDE, moe=MoEConfig(8, 2, 100, renormalise=True)),
+            {"linear_backend": "cublas"},
+            "moe_intermediate_size=100",
+        ),
     ],
 )
 def test_what_gpu_kernels_do_not_take_is_refused_by_name(

@@ -51,6 +51,20 @@ LLAMA3_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+QWEN3_MOE = {
+    **QWEN3_0_6B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [3],
+}
+QWEN2_MOE = {
+    **QWEN3_MOE,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "shared_expert_intermediate_size": 512,
+    "mlp_only_layers": [],
+}
 MACHINE = Machine("round", bytes_per_s=4.3e12, flops_per_s=790e12, ramp_s=2e-6, source="a test")
 
 
@@ -136,6 +150,25 @@ def test_totals_are_those_of_the_model(
         biases = config.num_layers * (qkv + config.hidden_size)
     assert sum(op.flops for op in operations) == config.flops_per_token(context) - 2 * biases
     assert sum(op.kv_bytes for op in operations) == context * config.kv_bytes_per_token()
+
+
+@pytest.mark.parametrize("settings", [QWEN3_MOE, QWEN2_MOE], ids=["qwen3-moe", "qwen2-moe"])
+def test_one_token_costs_its_own_experts(settings: dict[str, Any]) -> None:
+    config = model(settings, qkv_bias=False)
+    operations = step_operations(config, [(1, 50)], 1)
+    weights = sum(op.weight_bytes for op in operations)
+    assert weights == config.num_parameters(active=True) * 2 < config.weight_bytes()
+    assert sum(op.flops for op in operations) == config.flops_per_token(50)
+
+
+def test_many_tokens_meet_all_experts() -> None:
+    """Each at most once, and at two tokens 4 + 4 x 12 / 16 of them on the average."""
+    ops = [by_name(step_operations(model(QWEN3_MOE), [(1, 9)] * n, 0)) for n in (1, 2, 500)]
+    read = [each["experts_gate_up_proj"].weight_bytes for each in ops]
+    expert = 27 * 2 * 768 * 1024 * 2
+    assert read == [4 * expert, 7 * expert, 16 * expert]
+    assert ops[0]["gate_up_proj"].count == 1
+    assert ops[0]["router"].count == ops[0]["combine"].count == 27
 
 
 def test_mlp_biases_are_weights() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.config.engine import CacheConfig, SchedulerConfig
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.interfaces import KVConnectorScheduler
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler import Scheduler
@@ -68,13 +69,14 @@ def make_scheduler(
     budget: int = 64,
     max_model_len: int = 128,
     caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
     connector: KVConnectorScheduler | None = None,
     **config: object,
 ) -> Scheduler:
     """A scheduler over a small pool."""
     return Scheduler(
         SchedulerConfig(max_num_seqs, budget, max_model_len, **config),  # type: ignore[arg-type]
-        CacheConfig(block_size, caching, 0.9, None, None),
+        CacheConfig(block_size, caching, 0.9, None, None, windows),
         num_usable_blocks + 1,
         connector=connector,
     )
@@ -98,7 +100,8 @@ class _Slot:
     request: EngineRequest
     tokens: list[int]
     num_computed: int
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Of each KV group."""
     next_score: int
     incarnation: int
 
@@ -110,12 +113,13 @@ class _Slot:
 class FakeRunner:
     """Executes plans as the device would: exact positions, from its own token history."""
 
-    def __init__(self, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
-        self.block_size = block_size
+    def __init__(self, layout: KVCacheLayout, max_num_seqs: int, max_model_len: int) -> None:
+        self.windows, self.block_size = layout.windows, layout.block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.slots: dict[str, _Slot] = {}
-        self.kv: dict[int, int] = {}
+        self.kv: dict[int, tuple[int, int]] = {}
+        """slot -> group and signature."""
         self.hidden: dict[int, int] = {}
         self.num_computed_tokens = 0
         self.num_entered = 0
@@ -133,7 +137,7 @@ class FakeRunner:
             self._enter(new)
         assert len(self.slots) <= self.max_num_seqs
         for request_id, block_ids in plan.new_block_ids.items():
-            self.slots[request_id].block_ids += block_ids
+            self._extend(self.slots[request_id].tables, block_ids)
         self.touched[plan.step_id] = {}
         output = ModelRunnerOutput(plan.step_id)
         written: set[int] = set()
@@ -148,10 +152,11 @@ class FakeRunner:
             new.engine_request,
             list(new.token_ids),
             new.num_computed_tokens,
-            list(new.block_ids),
+            [[] for _ in self.windows],
             new.score_start,
             self.num_entered,
         )
+        self._extend(slot.tables, new.block_ids)
         self.num_entered += 1
         assert slot.num_computed < len(slot.tokens), "nothing left to compute"
         self.slots[new.request_id] = slot
@@ -161,6 +166,19 @@ class FakeRunner:
             for position in owed:
                 kept = self.hidden.get(self._kv_slot(slot, position))
                 assert kept == signatures[position], f"no hidden state at {position}"
+
+    @staticmethod
+    def _extend(tables: list[list[int]], block_ids: list[int]) -> None:
+        """As many ids for each group, group after group."""
+        each, rest = divmod(len(block_ids), len(tables))
+        assert rest == 0
+        for group, table in enumerate(tables):
+            table += block_ids[group * each : (group + 1) * each]
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """The first key that a token at this position sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
 
     def _run(
         self,
@@ -176,18 +194,20 @@ class FakeRunner:
         assert num_tokens > 0
         assert end <= self.max_model_len
         signatures = self._signatures(slot, drafts)
-        for position in range(start):
-            assert self.kv[self._kv_slot(slot, position)] == signatures[position], (
-                f"{request_id}: wrong K/V at {position}"
-            )
-        for position in range(start, end):
-            kv_slot = self._kv_slot(slot, position)
-            assert kv_slot not in written, "two requests write one slot in one step"
-            written.add(kv_slot)
-            self.kv[kv_slot] = signatures[position]
-            self.hidden.pop(kv_slot, None)
-            if slot.wants_scores and position < len(self._prompt(slot)):
-                self.hidden[kv_slot] = signatures[position]
+        for group in range(len(self.windows)):
+            for position in range(self._first_seen(group, start), start):
+                kept = self.kv[self._kv_slot(slot, position, group)]
+                assert kept == (group, signatures[position]), (
+                    f"{request_id}: wrong K/V at {position}"
+                )
+            for position in range(start, end):
+                kv_slot = self._kv_slot(slot, position, group)
+                assert kv_slot not in written, "two requests write one slot in one step"
+                written.add(kv_slot)
+                self.kv[kv_slot] = group, signatures[position]
+                self.hidden.pop(kv_slot, None)
+                if group == 0 and slot.wants_scores and position < len(self._prompt(slot)):
+                    self.hidden[kv_slot] = signatures[position]
         self._check_fence(slot, plan.step_id, start, end)
         self.num_computed_tokens += num_tokens
         if request_id in plan.sampling_requests:
@@ -207,11 +227,14 @@ class FakeRunner:
     def _check_fence(self, slot: _Slot, step_id: int, start: int, end: int) -> None:
         """No block is written that an unsettled step uses for somebody else."""
         size, owner = self.block_size, slot.incarnation
-        for block_id in slot.block_ids[start // size : -(-end // size)]:
-            for earlier in self.touched.values():
-                assert earlier.get(block_id, {owner}) <= {owner}, f"block {block_id} came too early"
-        for block_id in slot.block_ids[: -(-end // size)]:
-            self.touched[step_id].setdefault(block_id, set()).add(owner)
+        for group, table in enumerate(slot.tables):
+            for block_id in table[start // size : -(-end // size)]:
+                for earlier in self.touched.values():
+                    assert earlier.get(block_id, {owner}) <= {owner}, (
+                        f"block {block_id} came too early"
+                    )
+            for block_id in table[self._first_seen(group, start) // size : -(-end // size)]:
+                self.touched[step_id].setdefault(block_id, set()).add(owner)
 
     def _verify(self, slot: _Slot, drafts: list[int]) -> list[int]:
         sampled: list[int] = []
@@ -237,8 +260,8 @@ class FakeRunner:
             signatures.append(state)
         return signatures
 
-    def _kv_slot(self, slot: _Slot, position: int) -> int:
-        block_id = slot.block_ids[position // self.block_size]
+    def _kv_slot(self, slot: _Slot, position: int, group: int = 0) -> int:
+        block_id = slot.tables[group][position // self.block_size]
         assert block_id != 0, "the null block in a block table"
         return block_id * self.block_size + position % self.block_size
 

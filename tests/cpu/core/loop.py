@@ -45,7 +45,7 @@ class Loop:
         self.check = check
         config = scheduler.config
         self.runner = FakeRunner(
-            scheduler.state.kv.block_size, config.max_num_seqs, config.max_model_len
+            scheduler.state.kv.layout, config.max_num_seqs, config.max_model_len
         )
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.received: dict[str, Received] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from octavo.core.block_pool import ROOT_PREFIX_ID, BlockPool, FreeBlockQueue, KVBlock
+from octavo.core.block_pool import BlockPool, FreeBlockQueue, KVBlock, Prefix
 from octavo.errors import ConfigError
 
 
@@ -18,15 +19,33 @@ def ids(blocks: list[KVBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def cache(pool: BlockPool, block: KVBlock, tokens: tuple[int, ...], parent: int = 0, **kw) -> int:  # type: ignore[no-untyped-def]
-    arguments = {"block_hash": repr((parent, tokens)).encode(), "extra_keys": ()}
-    arguments |= {"has_hidden": False, **kw}
-    return pool.cache_block(block, token_ids=tokens, parent_prefix_id=parent, **arguments)
+Tokens = tuple[int, ...]
 
 
-def find(pool: BlockPool, tokens: tuple[int, ...], parent: int = 0, **kw) -> KVBlock | None:  # type: ignore[no-untyped-def]
-    arguments = {"block_hash": repr((parent, tokens)).encode(), "extra_keys": (), **kw}
-    return pool.lookup(token_ids=tokens, parent_prefix_id=parent, **arguments)
+def key(parent: Prefix | None, tokens: Tokens, **kw: Any) -> dict[str, Any]:
+    arguments = {"block_hash": repr((id(parent), tokens)).encode(), "extra_keys": (), **kw}
+    return {"parent": parent, "token_ids": tokens, **arguments}
+
+
+def cache(
+    pool: BlockPool,
+    block: KVBlock,
+    tokens: Tokens,
+    parent: Prefix | None = None,
+    has_hidden: bool = False,
+    group: int = 0,
+    **kw: Any,
+) -> Prefix:
+    prefix = pool.name(**key(parent, tokens, **kw))
+    pool.cache_block(block, prefix, has_hidden, group)
+    return prefix
+
+
+def find(
+    pool: BlockPool, tokens: Tokens, parent: Prefix | None = None, group: int = 0, **kw: Any
+) -> KVBlock | None:
+    prefix = pool.find(**key(parent, tokens, **kw))
+    return None if prefix is None else prefix.blocks[group]
 
 
 def test_queue_keeps_order_and_lets_any_block_leave() -> None:
@@ -97,7 +116,7 @@ def test_uncached_blocks_are_reused_before_cached_ones() -> None:
     assert find(pool, (1,)) is blocks[0]
 
 
-def test_content_survives_until_reuse_and_eviction_drops_hash_and_hidden() -> None:
+def test_content_survives_until_reuse_and_eviction_drops_content_and_hidden() -> None:
     pool = BlockPool(2)
     [block] = pool.allocate(1)
     cache(pool, block, (1,), has_hidden=True)
@@ -105,7 +124,7 @@ def test_content_survives_until_reuse_and_eviction_drops_hash_and_hidden() -> No
     assert find(pool, (1,)) is block
     pool.allocate(1)
     assert find(pool, (1,)) is None
-    assert (block.block_hash, block.token_ids, block.has_hidden) == (None, (), False)
+    assert (block.prefix, block.has_hidden) == (None, False)
 
 
 def test_a_hit_takes_a_block_out_of_the_free_queue() -> None:
@@ -128,12 +147,13 @@ def test_hit_compares_tokens_extra_keys_and_parent_not_just_the_hash() -> None:
     pool = BlockPool(4)
     one = {"block_hash": b"same"}
     [block] = pool.allocate(1)
-    cache(pool, block, (1, 2), 7, extra_keys=(("salt", "X"),), **one)
-    assert find(pool, (1, 2), 7, extra_keys=(("salt", "X"),), **one) is block
-    assert find(pool, (1, 3), 7, extra_keys=(("salt", "X"),), **one) is None
-    assert find(pool, (1, 2), 8, extra_keys=(("salt", "X"),), **one) is None
-    assert find(pool, (1, 2), 7, extra_keys=(("adapter", "X"),), **one) is None
-    assert find(pool, (1, 2), 7, **one) is None
+    before, other = Prefix(None, (7,), (), [None]), Prefix(None, (7,), (), [None])
+    cache(pool, block, (1, 2), before, extra_keys=(("salt", "X"),), **one)
+    assert find(pool, (1, 2), before, extra_keys=(("salt", "X"),), **one) is block
+    assert find(pool, (1, 3), before, extra_keys=(("salt", "X"),), **one) is None
+    assert find(pool, (1, 2), other, extra_keys=(("salt", "X"),), **one) is None
+    assert find(pool, (1, 2), before, extra_keys=(("adapter", "X"),), **one) is None
+    assert find(pool, (1, 2), before, **one) is None
 
 
 def test_same_tokens_after_another_parent_are_another_content() -> None:
@@ -148,30 +168,62 @@ def test_same_tokens_after_another_parent_are_another_content() -> None:
     assert find(pool, (2,), after_c, **one) is None
 
 
-def test_prefix_ids_are_never_reused_so_an_evicted_parent_adopts_no_child() -> None:
+def test_a_child_is_found_although_its_parent_was_evicted() -> None:
+    """A window passes the parent; the child's content still has a name, by all its tokens."""
     pool = BlockPool(4)
     parent, child = pool.allocate(2)
-    before = cache(pool, parent, (1,))
-    cache(pool, child, (2,), before)
+    cache(pool, child, (2,), cache(pool, parent, (1,)))
     pool.free([parent])
     pool.allocate(2)  # the fresh block, then the parent: its content is gone, the child's is not
-    assert parent.block_hash is None
-    after = cache(pool, parent, (1,))
-    assert after != before
-    assert find(pool, (2,), after) is None
+    assert parent.prefix is None
+    again = pool.find(**key(None, (1,)))
+    assert again is not None
+    assert again.blocks == [None]
+    assert find(pool, (2,), again) is child
+
+
+def test_a_name_that_nobody_uses_is_forgotten() -> None:
+    pool = BlockPool(4)
+    parent, child = pool.allocate(2)
+    cache(pool, child, (2,), cache(pool, parent, (1,)))
+    pool.free([child, parent])
+    pool.allocate(3)
+    assert pool.find(**key(None, (1,))) is None
+    assert len(pool._prefixes) == 0
+
+
+def test_a_long_chain_of_names_ends_without_recursion() -> None:
+    pool, prefix = BlockPool(2), None
+    for index in range(200_000):
+        prefix = pool.name(b"%d" % index, prefix, (index,), ())
+    prefix = None
+    assert len(pool._prefixes) == 0
+
+
+def test_groups_have_blocks_of_their_own_for_one_content() -> None:
+    pool = BlockPool(4, num_groups=2)
+    first, second = pool.allocate(2)
+    prefix = cache(pool, first, (1,), group=0)
+    assert find(pool, (1,), group=1) is None
+    assert cache(pool, second, (1,), group=1) is prefix
+    assert prefix.blocks == [first, second]
+    pool.check_integrity()
+    pool.free([first])
+    pool.allocate(2)
+    assert prefix.blocks == [None, second]
 
 
 def test_older_block_stays_mapped_unless_only_the_new_one_has_hidden_states() -> None:
     pool = BlockPool(6)
     old, same, scored, child = pool.allocate(4)
-    prefix_id = cache(pool, old, (1,))
-    cache(pool, child, (2,), prefix_id)
-    assert cache(pool, same, (1,)) == prefix_id
+    prefix = cache(pool, old, (1,))
+    cache(pool, child, (2,), prefix)
+    assert cache(pool, same, (1,)) is prefix
     assert find(pool, (1,)) is old
-    assert cache(pool, scored, (1,), has_hidden=True) == prefix_id
+    assert cache(pool, scored, (1,), has_hidden=True) is prefix
     assert find(pool, (1,)) is scored
-    assert old.block_hash is None
-    assert find(pool, (2,), prefix_id) is child, "the children stay reachable"
+    assert old.prefix is None
+    assert find(pool, (2,), prefix) is child, "the children stay reachable"
     pool.check_integrity()
 
 
@@ -192,9 +244,12 @@ def test_reset_forgets_everything_but_only_when_nothing_is_held() -> None:
     [
         (lambda pool: pool._free.popleft(), "in free queue: False"),
         (lambda pool: setattr(pool.blocks[2], "ref_count", 1), "in free queue: True"),
-        (lambda pool: setattr(pool.blocks[2], "token_ids", (1,)), "content without a hash"),
-        (lambda pool: setattr(pool.blocks[2], "block_hash", b"x"), "not the mapped block"),
-        (lambda pool: pool._prefix_map.update(x=pool.blocks[2]), "entries without a block"),
+        (lambda pool: setattr(pool.blocks[2], "has_hidden", True), "hidden states without content"),
+        (
+            lambda pool: setattr(pool.blocks[2], "prefix", Prefix(None, (), (), [None])),
+            "not the block to be hit",
+        ),
+        (lambda pool: setattr(pool, "num_cached_blocks", 1), "miscounted"),
         (lambda pool: pool._free.append(pool.blocks[0]), "null block is in the free queue"),
         (lambda pool: setattr(pool.blocks[0], "ref_count", 1), "null block is held"),
     ],
@@ -239,7 +294,7 @@ def work_of_one_cycle(num_blocks: int) -> int:
         assert hit is not None
         pool.touch(hit)
         [block] = pool.allocate(1)
-        pool.cache_block(block, b"new", (-1,), (), ROOT_PREFIX_ID, False)
+        pool.cache_block(block, pool.name(b"new", None, (-1,), ()))
         pool.free([hit, block])
 
     return count_lines(cycle)
@@ -263,7 +318,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
         blocks = self.pool.allocate(data.draw(st.integers(1, self.pool.num_free_blocks)))
-        assert all(block.ref_count == 1 and block.block_hash is None for block in blocks)
+        assert all(block.ref_count == 1 and block.prefix is None for block in blocks)
         for block in blocks:
             self.content.pop(block.block_id, None)
         self.holders.append(blocks)
@@ -275,30 +330,29 @@ class BlockPoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.holders))
         if any(block.block_id in self.content for block in blocks):
             return
-        parent = ROOT_PREFIX_ID
+        parent: Prefix | None = None
         hidden = data.draw(st.booleans())
         for index, block in enumerate(blocks):
             self.content[block.block_id] = tuple(tokens[: index + 1])
             hash_value = bytes([index % data.draw(st.integers(1, 8))])
-            parent = self.pool.cache_block(
-                block, hash_value, (tokens[index],), (), parent, has_hidden=hidden
-            )
+            parent = self.pool.name(hash_value, parent, (tokens[index],), ())
+            self.pool.cache_block(block, parent, hidden)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=8, max_size=8), data=st.data())
     def hit(self, tokens: list[int], data: st.DataObject) -> None:
         """Whatever is found must hold exactly the prefix asked for."""
         found: list[KVBlock] = []
-        parent = ROOT_PREFIX_ID
+        parent: Prefix | None = None
         for index, token in enumerate(tokens):
             for value in range(8):
-                block = self.pool.lookup(bytes([value]), (token,), (), parent)
-                if block is not None:
+                prefix = self.pool.find(bytes([value]), parent, (token,), ())
+                if prefix is not None and (block := prefix.blocks[0]) is not None:
                     break
             else:
                 break
             assert self.content[block.block_id] == tuple(tokens[: index + 1])
             found.append(block)
-            parent = block.prefix_id
+            parent = prefix
         if found and data.draw(st.booleans()):
             for block in found:
                 self.pool.touch(block)

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.block_hash import hash_block
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
@@ -18,7 +19,7 @@ def request(name: str, tokens: list[int], **params: object) -> Request:
 
 
 def manager(num_usable: int = 16, caching: bool = True, **kw) -> KVCacheManager:  # type: ignore[no-untyped-def]
-    return KVCacheManager(num_usable + 1, 4, caching, **kw)
+    return KVCacheManager(num_usable + 1, KVCacheLayout(4), caching, **kw)
 
 
 def run(kv: KVCacheManager, r: Request) -> int:
@@ -234,7 +235,9 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVCacheManager(11, 2, True, lambda *a: bytes([hash_block(*a)[0] & 3]))
+        self.kv = KVCacheManager(
+            11, KVCacheLayout(2), True, lambda *a: bytes([hash_block(*a)[0] & 3])
+        )
         self.live: dict[str, Request] = {}
         self.computed: dict[str, int] = {}
         self.written: dict[int, tuple[int, ...]] = {}

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from octavo.config.kv_cache import KVCacheLayout
 from tests.cpu.core.fakes import fake_token, make_request, make_scheduler
 from tests.cpu.core.loop import Loop
 
@@ -24,7 +25,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     loop: Loop
 
     @initialize(
-        num_blocks=st.integers(7, 14),
+        num_spare=st.integers(0, 7),
+        windows=st.sampled_from([(None,), (5,), (1,), (None, 6), (None, 9, 9), (4, 4)]),
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(2, 16),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -34,10 +36,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
     )
     def start(  # type: ignore[no-untyped-def]
-        self, num_blocks, max_num_seqs, budget, policy, threshold, max_bypass, caching, depth
+        self,
+        num_spare,
+        windows,
+        max_num_seqs,
+        budget,
+        policy,
+        threshold,
+        max_bypass,
+        caching,
+        depth,
     ) -> None:
         scheduler = make_scheduler(
-            num_blocks,
+            KVCacheLayout(4, windows, 2 * budget).peak_blocks(MAX_MODEL_LEN) + num_spare,
+            windows=windows,
             max_num_seqs=max_num_seqs,
             budget=budget,
             max_model_len=MAX_MODEL_LEN,

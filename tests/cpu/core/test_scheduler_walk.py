@@ -31,8 +31,10 @@ class Walk:
     def __init__(self, seed: int, depth: int) -> None:
         self.random = random.Random(seed)
         pick = self.random.choice
+        windows = random.Random(seed).choice([(None,), (None,), (6,), (None, 9), (None, 5, 5)])
         self.scheduler: Scheduler = make_scheduler(
-            pick([12, 14, 20, 40]),
+            pick([12, 14, 20, 40]) * len(windows),
+            windows=windows,
             block_size=4,
             max_num_seqs=pick([2, 4, 8]),
             budget=pick([8, 13, 32]),

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from octavo.config.engine import SchedulerConfig
+from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.admission import check_can_ever_run
 from octavo.core.block_pool import BlockPool
 from octavo.core.inflight import InflightSteps, LaunchedRequest
@@ -122,7 +123,9 @@ def test_tokens_after_a_stop_are_dropped() -> None:
 def refusal(prompt: int, max_tokens: int, limit: int = 64, num_blocks: int = 100) -> str | None:
     try:
         config = SchedulerConfig(4, 16, limit)
-        check_can_ever_run(make_request("r", prompt, max_tokens), config, 4, num_blocks)
+        check_can_ever_run(
+            make_request("r", prompt, max_tokens), config, KVCacheLayout(4), num_blocks
+        )
     except InvalidRequestError as error:
         return error.field
     return None

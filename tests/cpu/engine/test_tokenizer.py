@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from octavo.engine.gguf_tokenizer import SUPPORTED_PRE, build_bpe
+from octavo.engine.gguf_tokenizer import SUPPORTED_PRE, build_tokenizer
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import ModelLoadError
 from tests.cpu.engine.helpers import BYTE_CHARS, SPECIALS, byte_tokenizer, spell
@@ -78,8 +78,8 @@ def _metadata(pre: str, **more) -> dict:
 @pytest.mark.parametrize("pre", SUPPORTED_PRE)
 @given(text=st.text(max_size=30))
 def test_each_pre_tokenizer_round_trips(pre, text):
-    tokenizer = build_bpe(_metadata(pre), "x.gguf")
-    expected = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+    tokenizer = build_tokenizer(_metadata(pre), "x.gguf")
+    expected = normalizers.NFC().normalize_str(text) if tokenizer.normalizer else text
     decoded = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
     assert decoded == expected
 
@@ -94,13 +94,13 @@ def test_each_pre_tokenizer_round_trips(pre, text):
     ],
 )
 def test_pre_tokenizers_split_as_published(pre, text, pieces):
-    tokenizer = build_bpe(_metadata(pre), "x.gguf")
+    tokenizer = build_tokenizer(_metadata(pre), "x.gguf")
     found = [text[a:b] for _, (a, b) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
     assert found == pieces
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not():
-    tokenizer = Tokenizer(build_bpe(_metadata("gpt-2"), "x.gguf"))
+    tokenizer = Tokenizer(build_tokenizer(_metadata("gpt-2"), "x.gguf"))
     assert tokenizer.encode("<|x|>user") == [256, 257]
     assert tokenizer.decode([256, 257]) == "user"
     assert 256 in tokenizer.special_token_ids
@@ -108,11 +108,13 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not():
 
 def test_unsupported_gguf_tokenizers_are_refused_with_the_supported_list():
     with pytest.raises(ModelLoadError, match=r"'bloom' is not supported.*llama-bpe.*smollm"):
-        build_bpe(_metadata("bloom"), "x.gguf")
-    with pytest.raises(ModelLoadError, match=r"x\.gguf.*'llama'.*tokenizer\.json"):
-        build_bpe(_metadata("gpt-2", **{"tokenizer.ggml.model": "llama"}), "x.gguf")
+        build_tokenizer(_metadata("bloom"), "x.gguf")
+    with pytest.raises(ModelLoadError, match=r"x\.gguf.*'t5' is not supported.*tokenizer\.json"):
+        build_tokenizer(_metadata("gpt-2", **{"tokenizer.ggml.model": "t5"}), "x.gguf")
     with pytest.raises(ModelLoadError, match=r"no tokenizer\.ggml\.merges"):
-        build_bpe({k: v for k, v in _metadata("gpt-2").items() if "merges" not in k}, "x.gguf")
+        build_tokenizer(
+            {k: v for k, v in _metadata("gpt-2").items() if "merges" not in k}, "x.gguf"
+        )
 
 
 def _save(folder, backend, **config) -> None:
@@ -218,9 +220,24 @@ def test_byte_fallback_keeps_the_valid_part_of_a_run():
 
 def test_a_decoder_that_is_not_understood_is_refused():
     backend = byte_tokenizer().backend
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelLoadError, match="WordPiece"):
+    backend.decoder = decoders.CTC()
+    with pytest.raises(ModelLoadError, match="CTC"):
         Tokenizer(backend)
+
+
+def test_word_pieces_are_joined_and_a_cut_text_keeps_its_special_tokens():
+    words = ["[CLS]", "[SEP]", "[UNK]", "read", "##er", "##s", "it"]
+    backend = tokenizers.Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    tokenizer = Tokenizer(backend)
+    text = "readers read it"
+    ids = tokenizer.encode(text)
+    assert ids == [0, 3, 4, 5, 3, 6, 1]
+    assert tokenizer.decode(ids[1:-1]) == text == backend.decode(ids[1:-1])
+    assert tokenizer.num_special_tokens == 2
+    assert tokenizer.encode_cut(text, 4) == [0, 3, 4, 1]
+    assert tokenizer.encode_cut(text, 7) == ids == tokenizer.encode(text)
 
 
 def test_an_added_token_outside_the_byte_alphabet_decodes_to_itself():

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from octavo.engine.gguf_tokenizer import build_bpe
+from octavo.engine.gguf_tokenizer import build_tokenizer
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import InvalidRequestError, ModelLoadError
 from tests.cpu.engine.helpers import BYTE_CHARS, SPECIALS, byte_tokenizer
@@ -147,9 +147,9 @@ GOOD = {
     ],
 )
 def test_damaged_gguf_vocabularies_are_named(key, value):
-    build_bpe(GOOD, "x.gguf")
+    build_tokenizer(GOOD, "x.gguf")
     with pytest.raises(ModelLoadError, match=rf"x\.gguf: tokenizer\.ggml\.{key}"):
-        build_bpe({**GOOD, f"tokenizer.ggml.{key}": value}, "x.gguf")
+        build_tokenizer({**GOOD, f"tokenizer.ggml.{key}": value}, "x.gguf")
 
 
 @pytest.mark.parametrize("key", ["ggml.eos_token_id", "ggml.add_bos_token", "chat_template"])
@@ -169,7 +169,7 @@ def test_a_token_that_is_there_twice_is_named():
     tokens = [*GOOD["tokenizer.ggml.tokens"], "twice", "twice"]
     types = {"tokenizer.ggml.token_type": [1] * len(tokens)}
     with pytest.raises(ModelLoadError, match=r"x\.gguf: tokenizer\.ggml\.tokens: 'twice'"):
-        build_bpe({**GOOD, **types, "tokenizer.ggml.tokens": tokens}, "x.gguf")
+        build_tokenizer({**GOOD, **types, "tokenizer.ggml.tokens": tokens}, "x.gguf")
 
 
 def test_a_folder_may_be_called_gguf(tmp_path):

@@ -21,6 +21,7 @@ def rope_and_cache_by_layers(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """See kernels.triton.rope_cache.rope_and_cache; it writes to kv_cache in place too."""
     block_size, head_dim = kv_cache.shape[3:]
@@ -28,7 +29,8 @@ def rope_and_cache_by_layers(
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         query, key = (
-            reference_rms_norm(x, weight, eps)[0] for x, weight in ((query, q_norm), (key, k_norm))
+            reference_rms_norm(x, weight, eps, None, unit_offset)[0]
+            for x, weight in ((query, q_norm), (key, k_norm))
         )
     real = slot_mapping >= 0
     place = torch.where(real, positions.long(), 0)

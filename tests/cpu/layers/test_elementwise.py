@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.config.rope import RopeConfig
+from octavo.kernels.triton.experts import reference_route
 from octavo.layers.activation import silu_and_mul
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.norm import RMSNorm
@@ -39,13 +40,15 @@ def test_rms_norm_adds_the_residual_first(dtype: torch.dtype) -> None:
     assert same is added
 
 
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
+def test_silu_and_mul(dtype: torch.dtype, gelu: bool) -> None:
     x = torch.randn(5, 122).mul(4).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    assert_close(silu_and_mul(x), F.silu(gate) * up, 1e-4 if dtype == torch.float32 else 0.5)
+    expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    assert_close(silu_and_mul(x, gelu), expected, 1e-4 if dtype == torch.float32 else 0.5)
     extreme = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], dtype=dtype)
-    assert silu_and_mul(extreme).tolist() == [[0.0, 200.0]]
+    assert silu_and_mul(extreme, gelu).tolist() == [[0.0, 200.0]]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -58,6 +61,8 @@ def test_rows_do_not_depend_on_their_place(size: int, dtype: torch.dtype, thread
     """
     x = torch.randn(301, 2 * size).to(dtype)
     layer = norm(2 * size, dtype)
+    with_unit = RMSNorm(2 * size, 1e-5, dtype, CPU, unit_offset=True)
+    with_unit.weight.data.normal_()
     rotary = RotaryEmbedding(RopeConfig(1e4), 2 * size, 400, CPU)
 
     def rotate(rows: torch.Tensor) -> torch.Tensor:
@@ -66,7 +71,11 @@ def test_rows_do_not_depend_on_their_place(size: int, dtype: torch.dtype, thread
 
     operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         silu_and_mul,
+        lambda rows: silu_and_mul(rows, gelu=True),
         lambda rows: layer(rows, rows)[0],
+        lambda rows: with_unit(rows)[0],
+        lambda rows: reference_route(rows, 2 * size, 8, True).weights,
+        lambda rows: reference_route(rows, size + 1, 4, False).weights,
         rotate,
     ]
     before = torch.get_num_threads()

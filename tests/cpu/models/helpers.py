@@ -27,18 +27,20 @@ BASE: dict[str, Any] = {
 def reference(folder: Path, family: str, **changes: Any) -> Any:
     """A random model saved into the folder, with biases and norms not trivial.
 
-    family: as transformers' classes begin, "Llama".
+    family: as transformers' classes begin, "Llama"; that of the config and of the model, where they
+    differ, as "Gemma3Text:Gemma3".
     """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
-    kind = getattr(transformers, f"{family}ForCausalLM")
+    of_config, _, of_model = family.partition(":")
+    config = getattr(transformers, f"{of_config}Config")(**{**BASE, **changes})
+    kind = getattr(transformers, f"{of_model or of_config}ForCausalLM")
     model = kind._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
             elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in family else 0.0)
     model.save_pretrained(folder)
     return model
 

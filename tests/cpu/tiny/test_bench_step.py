@@ -63,6 +63,17 @@ GRAPH = [
     *LAYER,
     *TAIL,
 ]
+# A layer with experts.
+SPARSE = [
+    *LAYER[:6],
+    ("_fixed_linear", "router"),
+    ("_route", "route"),
+    ("_order_pairs", "order_pairs"),
+    ("_grouped_linear", "experts_gate_up_proj"),
+    ("_silu_and_mul", "experts_silu_and_mul"),
+    ("_grouped_linear", "experts_down_proj"),
+    ("_combine", "combine"),
+]
 # Eager prefill with cuBLAS: slots written first, large attention tiles, split K, clears, a stranger.
 CUBLAS_LAYER = [
     ("_rms_norm", "input_norm"),
@@ -102,7 +113,9 @@ def trace(
     ]
 
 
-@pytest.mark.parametrize("kernels", [GRAPH, EAGER], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "kernels", [GRAPH, EAGER, [*LAYER, *SPARSE, *TAIL]], ids=["graph", "eager", "experts"]
+)
 def test_every_kernel_is_what_its_place_says(kernels: list[tuple[str, str]]) -> None:
     labelled = label_step(trace(kernels, 0.0), num_layers=2)
     assert [label.operation for label in labelled] == [what for _, what in kernels]
@@ -112,7 +125,7 @@ def test_every_kernel_is_what_its_place_says(kernels: list[tuple[str, str]]) -> 
 def test_kernels_are_known_by_the_names_they_have() -> None:
     folder = Path(step_trace.__file__).parents[1] / "kernels" / "triton"
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    for name in (*step_trace._NAMED, step_trace._NORM, "_fixed_linear"):
+    for name in (*step_trace._NAMED, step_trace._NORM, "_fixed_linear", "_grouped_linear"):
         assert re.search(rf"@triton\.jit(\([^@]*?\))?\ndef {name}\(", source), name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,32 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA_GGUF_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, architecture: str = "llama") -> str:
     """As llama.cpp's converter names it."""
     stem, kind = name.rsplit(".", 1)
     if stem in GGUF_NAMES:
         return f"{GGUF_NAMES[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+    names = GGUF_NAMES | (GEMMA_GGUF_NAMES if architecture == "gemma3" else {})
+    return f"blk.{layer}.{names[rest]}.{kind}"
 
 
 def permute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -82,8 +99,12 @@ def save_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_freqs: list[float] | None = None,
     architecture: str = "llama",
+    counts: Mapping[str, int] = {},
 ) -> None:
-    """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32."""
+    """Write the weights as llama.cpp's converter would; matrices of type `kind`, norms F32.
+
+    counts: more metadata, by their keys under the architecture's.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_vocab_size(config["vocab_size"])
@@ -97,6 +118,10 @@ def save_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if architecture == "gemma3":
+        tensors = {n: t + 1 if "norm" in n else t for n, t in tensors.items()}
+    for key, value in counts.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in tensors.items():
@@ -106,10 +131,10 @@ def save_gguf(
             tensor = permute(tensor, config["num_key_value_heads"])
         data = np.ascontiguousarray(tensor.numpy())
         if tensor.dim() == 1 or kind == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(gguf_name(name), data)
+            writer.add_tensor(gguf_name(name, architecture), data)
         else:
             packed = gguf.quantize(data, kind)
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, architecture), packed, raw_dtype=kind)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, np.float32))
     writer.write_header_to_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -55,6 +56,32 @@ def test_w03_f32_gguf_equals_its_safetensors(tied: bool, tmp_path: Path) -> None
     logits = [PagedModel(config).step_from_empty(tokens) for config in (ours, theirs)]
     # rms_norm_eps passes through float32 in the file.
     assert_close(logits[0], logits[1], 1e-5)
+
+
+def test_gemma_gguf_equals_its_safetensors(tmp_path: Path) -> None:
+    """Four norms a layer, whose weights include the 1; a window, and a rope for each kind of layer."""
+    changes = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 7,
+        "sliding_window": 20,
+        "rope_theta": 1e6,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+    }
+    tensors = save_folder(tmp_path, **changes)
+    path, counts = tmp_path / "model.gguf", {"attention.sliding_window": 20}
+    save_gguf(path, settings(**changes), tensors, architecture="gemma3", counts=counts)
+    ours = load_model_config(EngineArgs(str(path)))
+    theirs = load_model_config(EngineArgs(str(tmp_path)))
+    eps = {"rms_norm_eps": theirs.rms_norm_eps}  # passes through float32 in the file
+    assert replace(ours, path=theirs.path, load_format="safetensors", **eps) == theirs
+    loaded = dict(iterate_tensors(GGUFFile(path), ours))
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in loaded.items():
+        assert_close(tensor, tensors[name], 3e-7)
+    tokens = torch.randint(3, 131, (60,))
+    logits = [PagedModel(config).step_from_empty(tokens) for config in (ours, theirs)]
+    assert_close(logits[0], logits[1], 1e-3)
 
 
 @pytest.mark.parametrize("kind", BOUNDS, ids=lambda kind: kind.name)

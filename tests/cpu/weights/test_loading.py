@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo import LLM, SamplingParams
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
@@ -288,4 +289,33 @@ def test_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_bad_config_json_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises((ModelLoadError, ConfigError), match="config"):
+        load_model_config(EngineArgs(str(tmp_path)))
+
+
+def test_generation_config_gives_defaults_to_requests_that_have_none(tmp_path: Path) -> None:
+    """The rule in docs/architecture.md; `generation_config="octavo"` leaves the ends of text only."""
+    save_folder(tmp_path)
+    path = tmp_path / "generation_config.json"
+    content = {"temperature": 0.7, "top_k": 20, "top_p": None, "eos_token_id": 9, "max_length": 20}
+    path.write_text(json.dumps(content))
+    ours, silent = EngineArgs(str(tmp_path)), EngineArgs(str(tmp_path), generation_config="octavo")
+    assert load_model_config(ours).sampling_defaults == (("temperature", 0.7), ("top_k", 20))
+    assert load_model_config(silent).sampling_defaults == ()
+    assert load_model_config(silent).eos_token_ids == (2, 9)
+    settings = {"skip_tokenizer_init": True, "max_model_len": 32, "num_gpu_blocks_override": 8}
+    with LLM(tmp_path, **settings) as llm:
+        expected = SamplingParams(temperature=0.7, top_k=20)
+        assert llm.get_default_sampling_params() == expected
+        reasons = {decision.name: decision for decision in llm.engine.config.decisions}
+        assert reasons["sampling_defaults"].value == "temperature=0.7, top_k=20"
+    path.write_text(json.dumps(content | {"do_sample": False}))
+    assert load_model_config(ours).sampling_defaults == (("temperature", 0.0),)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["warm", [1], -2, True, {}])
+def test_bad_generation_defaults_are_named(name: str, value: object, tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}"):
         load_model_config(EngineArgs(str(tmp_path)))

@@ -31,8 +31,8 @@ def test_rows_hold_what_the_plan_says() -> None:
     assert slots.num_tokens[[a, b]].tolist() == [3, 1]
     assert slots.num_prompt_tokens[[a, b]].tolist() == [2, 1]
     slots.update(SchedulerOutput(2, new_block_ids={"a": [11, 12]}))
-    assert slots.block_table[a].tolist() == [4, 11, 12, 0]
-    assert slots.block_table[b].tolist() == [9, 0, 0, 0]
+    assert slots.block_tables[0, a].tolist() == [4, 11, 12, 0]
+    assert slots.block_tables[0, b].tolist() == [9, 0, 0, 0]
     assert slots.slot_of == {"a": a, "b": b}
 
 
@@ -45,7 +45,7 @@ def test_freed_slot_is_reused_and_unknown_ids_are_ignored() -> None:
     assert slots.update(plan) == [0]
     assert slots.num_free == 0
     assert slots.num_computed_tokens.tolist() == [0]
-    assert slots.block_table[0, 0] == 3
+    assert slots.block_tables[0, 0, 0] == 3
 
 
 def test_metadata_is_exact_from_device_state() -> None:

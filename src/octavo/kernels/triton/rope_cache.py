@@ -12,16 +12,20 @@ import torch
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.norm import apply_weight
 
 
 @triton.jit
-def _head_norm(first, second, scale_1, scale_2, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
+def _head_norm(
+    first, second, scale_1, scale_2, eps,
+    HEAD_DIM: tl.constexpr, dtype: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """RMSNorm of each head, given as two fp32 halves; rounds where `rms_norm` rounds."""
     variance = tl.sum(first * first + second * second, 1) / HEAD_DIM
     inverse = tl.rsqrt(variance + eps)[:, None]
-    first = (first * inverse).to(dtype).to(tl.float32) * scale_1
-    second = (second * inverse).to(dtype).to(tl.float32) * scale_2
-    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    first = apply_weight(first * inverse, scale_1, dtype, UNIT)
+    second = apply_weight(second * inverse, scale_2, dtype, UNIT)
+    return first.to(tl.float32), second.to(tl.float32)
 
 
 # Positions and slots may start anywhere in a buffer; that must not be another compilation.
@@ -30,7 +34,7 @@ def _rope_and_cache(
     qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query, block_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of one token, counted through q, k and v; each head in two halves."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -57,7 +61,7 @@ def _rope_and_cache(
         k_1 = tl.load(k_norm + half, mask=column, other=0.0).to(tl.float32)
         k_2 = tl.load(k_norm + HALF + half, mask=column, other=0.0).to(tl.float32)
         scale_1, scale_2 = tl.where(is_query, q_1, k_1), tl.where(is_query, q_2, k_2)
-        first, second = _head_norm(first, second, scale_1, scale_2, eps, HEAD_DIM, dtype)
+        first, second = _head_norm(first, second, scale_1, scale_2, eps, HEAD_DIM, dtype, UNIT)
 
     c = tl.load(cos + position * HALF + half, mask=column, other=0.0)
     s = tl.load(sin + position * HALF + half, mask=column, other=0.0)
@@ -78,7 +82,12 @@ def _rope_and_cache(
 
 @cache
 def launch_options(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, norm: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    norm: bool,
+    unit_offset: bool = False,
 ) -> dict[str, int | bool]:
     """Constexprs and warps of a layer shape: a program takes 512 pairs, one 16-byte load a thread."""
     half = 1 << (head_dim // 2 - 1).bit_length()
@@ -90,6 +99,7 @@ def launch_options(
         "BLOCK_HEADS": max(512 // half, 1),
         "BLOCK_HALF": half,
         "NORM": norm,
+        "UNIT": unit_offset,
         "num_warps": 2,
     }
 
@@ -106,6 +116,7 @@ def rope_and_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """Rotates q and k of T tokens, writes k and v to their slots, returns q (T, num_heads, head_dim).
 
@@ -113,8 +124,8 @@ def rope_and_cache(
     head_dim / 2); positions: (T,) int32 or int64, inside the tables; slot_mapping: (T,) int64, -1 for
     a row whose k and v go nowhere; kv_cache: (num_blocks, 2, num_kv_heads, block_size, head_dim),
     each block contiguous. q_norm, k_norm: (head_dim,) weights of an RMSNorm of each head before the
-    rotation, both or neither. Pairs are (i, i + head_dim / 2), in fp32, rounded once. Raises
-    KernelError for operands laid out otherwise.
+    rotation, both or neither; unit_offset as in `rms_norm`. Pairs are (i, i + head_dim / 2), in fp32,
+    rounded once. Raises KernelError for operands laid out otherwise.
     """
     tokens = qkv.shape[0]
     _, _, _, block_size, head_dim = kv_cache.shape
@@ -129,7 +140,9 @@ def rope_and_cache(
         raise KernelError("q_norm and k_norm come together")
     query = qkv.new_empty(tokens, num_heads, head_dim)
     if tokens:
-        options = launch_options(num_heads, num_kv_heads, head_dim, block_size, q_norm is not None)
+        options = launch_options(
+            num_heads, num_kv_heads, head_dim, block_size, q_norm is not None, unit_offset
+        )
         grid = (tokens, -(-heads // options["BLOCK_HEADS"]))
         launch(
             _rope_and_cache, grid, qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query,

@@ -55,8 +55,8 @@ def write_segments(arena: torch.Tensor, staged: torch.Tensor, num_segments: int)
 def _prepare(
     staged, token_ids, block_table, num_computed_tokens, input_ids, positions, slot_mapping,
     seq_lens, query_start_loc, block_tables, logits_indices, sample_slots, num_requests, num_tokens,
-    num_sampled, padded_requests, padded_tokens, max_model_len, max_blocks,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_sampled, padded_requests, padded_tokens, max_model_len, max_blocks, max_num_seqs, max_tokens,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     # staged: slots[num_requests], starts[num_requests + 1], sampled row or -1 [num_requests]
     request = tl.program_id(0)
@@ -69,20 +69,26 @@ def _prepare(
         computed = tl.load(num_computed_tokens + slot)
         seq_len = computed + end - begin
         history = token_ids + slot.to(tl.int64) * max_model_len
-        table = block_table + slot.to(tl.int64) * max_blocks
         for start in range(begin, end, BLOCK):
             token = start + lanes
             inside = token < end
             position = computed + token - begin
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             tl.store(input_ids + token, tl.load(history + position, mask=inside), mask=inside)
             tl.store(positions + token, position.to(tl.int64), mask=inside)
-            tl.store(slot_mapping + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
-        for start in range(0, tl.cdiv(seq_len, BLOCK_SIZE), BLOCK):
-            column = start + lanes
-            inside = column < tl.cdiv(seq_len, BLOCK_SIZE)
-            out = block_tables + request.to(tl.int64) * max_blocks + column
-            tl.store(out, tl.load(table + column, mask=inside), mask=inside)
+        for group in range(GROUPS):
+            table = block_table + (group * max_num_seqs + slot).to(tl.int64) * max_blocks
+            out = block_tables + (group * max_num_seqs + request).to(tl.int64) * max_blocks
+            mapping = slot_mapping + group * max_tokens
+            for start in range(begin, end, BLOCK):
+                token = start + lanes
+                inside = token < end
+                position = computed + token - begin
+                block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                tl.store(mapping + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+            for start in range(0, tl.cdiv(seq_len, BLOCK_SIZE), BLOCK):
+                column = start + lanes
+                inside = column < tl.cdiv(seq_len, BLOCK_SIZE)
+                tl.store(out + column, tl.load(table + column, mask=inside), mask=inside)
         tl.store(seq_lens + request, seq_len)
         tl.store(query_start_loc + request + 1, end)
         tl.store(num_computed_tokens + slot, seq_len)
@@ -99,7 +105,9 @@ def _prepare(
             inside = token < padded_tokens
             tl.store(input_ids + token, 0, mask=inside)
             tl.store(positions + token, tl.zeros((BLOCK,), tl.int64), mask=inside)
-            tl.store(slot_mapping + token, tl.full((BLOCK,), -1, tl.int64), mask=inside)
+            for group in range(GROUPS):
+                mapping = slot_mapping + group * max_tokens
+                tl.store(mapping + token, tl.full((BLOCK,), -1, tl.int64), mask=inside)
         for start in range(num_sampled, padded_requests, BLOCK):
             row = start + lanes
             tl.store(logits_indices + row, tl.zeros((BLOCK,), tl.int64), mask=row < padded_requests)
@@ -117,17 +125,19 @@ def bind_prepare_step(
 
     staged: int32, readable from the GPU: for R requests their slots (R), first tokens (R + 1), and
     rows among the sampled ones or -1 (R). slots: token_ids (max_num_seqs, max_model_len),
-    block_table (max_num_seqs, max_blocks) and num_computed_tokens, int32. outputs, at least as long
-    as `padded` says: input_ids int32, positions and slot_mapping int64 (tokens); seq_lens (requests),
-    query_start_loc (requests + 1), block_tables (requests, max_blocks) int32; logits_indices int64
-    and sample_slots int32 (requests). counts: requests, tokens, sampled rows; padded: requests and
-    tokens with padding, which is empty requests and tokens of id 0, position 0 and slot -1.
+    block_tables (groups, max_num_seqs, max_blocks) and num_computed_tokens, int32. outputs, at least
+    as long as `padded` says: input_ids int32, positions int64 (tokens), slot_mapping int64 (groups,
+    tokens); seq_lens (requests), query_start_loc (requests + 1), block_tables (groups, max_num_seqs,
+    max_blocks) int32; logits_indices int64 and sample_slots int32 (requests). counts: requests, tokens,
+    sampled rows; padded: requests and tokens with padding, which is empty requests and tokens of id 0,
+    position 0 and slot -1.
     """
-    widths = slots[0].shape[1], slots[1].shape[1]
-    launcher = _prepare_launcher(block_size)
+    groups, max_num_seqs, max_blocks = slots[1].shape
+    widths = slots[0].shape[1], max_blocks, max_num_seqs, outputs[2].shape[1]
+    launcher = _prepare_launcher(block_size, groups)
     return launcher.bind((padded[0] + 1,), staged, *slots, *outputs, *counts, *padded, *widths)
 
 
 @cache
-def _prepare_launcher(block_size: int) -> Launcher:
-    return Launcher(_prepare, BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4)
+def _prepare_launcher(block_size: int, groups: int) -> Launcher:
+    return Launcher(_prepare, BLOCK_SIZE=block_size, BLOCK=BLOCK, GROUPS=groups, num_warps=4)

@@ -26,13 +26,15 @@ LINEAR = {
 }  # fmt: skip
 
 
-def norm_case(hidden: int, add: bool) -> Case:
-    options = norm.launch_options(hidden, add)
+def norm_case(hidden: int, add: bool, unit_offset: bool = False) -> Case:
+    options = norm.launch_options(hidden, add, unit_offset)
     return Case.of_launch(norm._rms_norm, NORM, options, f"norm {hidden} {add}")
 
 
-def rope_case(heads: int, kv_heads: int, head_dim: int, qk_norm: bool) -> Case:
-    options = rope_cache.launch_options(heads, kv_heads, head_dim, 16, qk_norm)
+def rope_case(
+    heads: int, kv_heads: int, head_dim: int, qk_norm: bool, unit_offset: bool = False
+) -> Case:
+    options = rope_cache.launch_options(heads, kv_heads, head_dim, 16, qk_norm, unit_offset)
     label = f"rope {heads}/{kv_heads} {head_dim} {qk_norm}"
     return Case.of_launch(rope_cache._rope_and_cache, ROPE, options, label)
 
@@ -48,13 +50,21 @@ CASES = [
     norm_case(4096, True),
     norm_case(5120, True),
     norm_case(16384, True),
+    norm_case(2560, True, unit_offset=True),
     rope_case(9, 3, 64, False),
     rope_case(32, 8, 128, True),
+    rope_case(8, 4, 256, True, unit_offset=True),
     Case.of_launch(
         activation._silu_and_mul,
         {"x": T, "out": T},
         activation.launch_options(12288),
         "silu",
+    ),
+    Case.of_launch(
+        activation._silu_and_mul,
+        {"x": T, "out": T},
+        activation.launch_options(10240, gelu=True),
+        "gelu",
     ),
     Case.of_launch(
         embedding._embed,

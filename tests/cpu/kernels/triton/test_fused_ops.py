@@ -38,36 +38,39 @@ def assert_rounds_alike(got: torch.Tensor, expected: torch.Tensor, ulps: int = 1
         assert (got != expected).double().mean() <= 0.02
 
 
+@pytest.mark.parametrize("unit", [False, True], ids=["weight", "1+weight"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [60, 576])
-def test_rms_norm(hidden: int, dtype: torch.dtype) -> None:
+def test_rms_norm(hidden: int, dtype: torch.dtype, unit: bool) -> None:
     x, residual = torch.randn(5, hidden).to(dtype), torch.randn(5, hidden).to(dtype)
     weight = torch.linspace(0.5, 1.5, hidden).to(dtype)
-    expected, summed = reference_rms_norm(x, weight, 1e-5, residual)
+    expected, summed = reference_rms_norm(x, weight, 1e-5, residual, unit)
     mine = residual.clone()
-    normed, returned = rms_norm(x, weight, 1e-5, mine)
+    normed, returned = rms_norm(x, weight, 1e-5, mine, unit)
     assert returned is mine
     assert_same_bits(mine, summed)
     assert_rounds_alike(normed, expected, ulps=2)
 
-    alone, same_x = rms_norm(summed, weight, 1e-5)
+    alone, same_x = rms_norm(summed, weight, 1e-5, unit_offset=unit)
     assert same_x is summed
     assert_same_bits(alone, normed)
     for row in range(5):
-        single, _ = rms_norm(x[row : row + 1], weight, 1e-5, residual[row : row + 1].clone())
+        mate = residual[row : row + 1].clone()
+        single, _ = rms_norm(x[row : row + 1], weight, 1e-5, mate, unit)
         assert_same_bits(single, normed[row : row + 1])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(200) is infinite, and right
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("size", [60, 1536])
-def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul(size: int, gelu: bool, dtype: torch.dtype) -> None:
     x = torch.randn(3, 2 * size).mul(4).to(dtype)
-    got = silu_and_mul(x)
-    assert_rounds_alike(got, reference_silu_and_mul(x))
-    assert_same_bits(silu_and_mul(x[1:2]), got[1:2])
+    got = silu_and_mul(x, gelu)
+    assert_rounds_alike(got, reference_silu_and_mul(x, gelu))
+    assert_same_bits(silu_and_mul(x[1:2], gelu), got[1:2])
     extreme = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], dtype=dtype)
-    assert silu_and_mul(extreme).tolist() == [[0.0, 200.0]]
+    assert silu_and_mul(extreme, gelu).tolist() == [[0.0, 200.0]]
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
@@ -100,16 +103,20 @@ def assert_rotated_alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unit", [False, True], ids=["weight", "1+weight"])
 @pytest.mark.parametrize("shape", [SMOLLM2, QWEN3, (2, 1, 96, True)], ids=str)
-def test_rope_and_cache(shape: tuple[int, int, int, bool], dtype: torch.dtype) -> None:
+def test_rope_and_cache(shape: tuple[int, int, int, bool], unit: bool, dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim, _ = shape
     given, norms = rope_operands(shape, dtype)
     qkv, cos, sin, positions, slots = given
     untouched = 77.0
     cache = torch.full((4, 2, kv_heads, 4, head_dim), untouched, dtype=dtype)
     expected_cache = cache.clone()
-    expected = rope_and_cache_by_layers(*given, expected_cache, heads, kv_heads, *norms, 1e-6)
-    query = rope_and_cache(*given, cache, heads, kv_heads, *norms, 1e-6)
+    unit_offset = {"unit_offset": unit}
+    expected = rope_and_cache_by_layers(
+        *given, expected_cache, heads, kv_heads, *norms, 1e-6, **unit_offset
+    )
+    query = rope_and_cache(*given, cache, heads, kv_heads, *norms, 1e-6, **unit_offset)
     assert_rotated_alike(query, expected)
     assert_rotated_alike(cache[:, 0], expected_cache[:, 0])
     assert_same_bits(cache[:, 1], expected_cache[:, 1])
@@ -121,7 +128,7 @@ def test_rope_and_cache(shape: tuple[int, int, int, bool], dtype: torch.dtype) -
         one = slice(row, row + 1)
         single = rope_and_cache(
             qkv[one], cos, sin, positions[one].int(), slots[one], again, heads, kv_heads,
-            *norms, 1e-6,
+            *norms, 1e-6, unit,
         )  # fmt: skip
         assert_same_bits(single, query[one])
     assert_same_bits(again, cache)

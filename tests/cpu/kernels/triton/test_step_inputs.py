@@ -23,18 +23,20 @@ CPU = torch.device("cpu")
 WIDE = {"positions", "slot_mapping", "logits_indices"}
 NUMBERS = {
     "num_requests", "num_tokens", "num_sampled", "padded_requests", "padded_tokens", "max_model_len",
-    "max_blocks",
+    "max_blocks", "max_num_seqs", "max_tokens",
 }  # fmt: skip
 
 
-def admitted(lengths: list[tuple[int, int]], block_size: int, max_num_seqs: int) -> RequestSlots:
+def admitted(
+    lengths: list[tuple[int, int]], block_size: int, max_num_seqs: int, num_groups: int
+) -> RequestSlots:
     """Slots with one request per (known tokens, computed tokens)."""
-    slots = RequestSlots(max_num_seqs, 2048, block_size, CPU)
+    slots = RequestSlots(max_num_seqs, 2048, block_size, CPU, num_groups)
     rng = random.Random(len(lengths))
     new = []
     for index, (known, computed) in enumerate(lengths):
         tokens = [rng.randrange(1, 1000) for _ in range(known)]
-        blocks = [rng.randrange(1, 5000) for _ in range(-(-known // block_size))]
+        blocks = [rng.randrange(1, 5000) for _ in range(num_groups * -(-known // block_size))]
         request = EngineRequest(str(index), tokens, SamplingParams(), seed=1)
         new.append(NewRequestData(request, tokens, blocks, computed, 1))
     slots.update(SchedulerOutput(1, new_requests=new))
@@ -50,11 +52,15 @@ def admitted(lengths: list[tuple[int, int]], block_size: int, max_num_seqs: int)
         ([(33, 32), (700, 669), (17, 16)], [1, 31, 1], (6, 40)),
     ],
 )
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize(("block_size", "num_groups"), [(16, 1), (32, 1), (16, 3)])
 def test_inputs_equal_those_of_torch(
-    lengths: list[tuple[int, int]], query_lens: list[int], padded: tuple[int, int], block_size: int
+    lengths: list[tuple[int, int]],
+    query_lens: list[int],
+    padded: tuple[int, int],
+    block_size: int,
+    num_groups: int,
 ) -> None:
-    slots = admitted(lengths, block_size, max_num_seqs=6)
+    slots = admitted(lengths, block_size, 6, num_groups)
     names = [str(index) for index in range(len(lengths))]
     random.Random(1).shuffle(names)
     rows = [slots.slot_of[name] for name in names]
@@ -74,18 +80,19 @@ def test_inputs_equal_those_of_torch(
     made = inputs.common(*padded)
     assert inputs.input_ids[:num_tokens].tolist() == input_ids.tolist()
     assert made.positions[:num_tokens].tolist() == common.positions.tolist()
-    assert made.slot_mapping[:num_tokens].tolist() == common.slot_mapping.tolist()
+    assert made.slot_mapping[..., :num_tokens].tolist() == common.slot_mapping.tolist()
+    assert made.slot_mapping.dim() == made.block_tables.dim() - 1 == 1 + (num_groups > 1)
     assert made.seq_lens.tolist() == [*seq_lens, *[0] * (padded[0] - num_requests)]
     starts = common.query_start_loc.tolist()
     assert made.query_start_loc.tolist() == starts + [num_tokens] * (padded[0] - num_requests)
     for row, length in enumerate(seq_lens):
         used = -(-length // block_size)
-        expected = common.block_tables[row, :used].tolist()
-        assert made.block_tables[row, :used].tolist() == expected
+        expected = common.block_tables[..., row, :used].tolist()
+        assert made.block_tables[..., row, :used].tolist() == expected
     assert inputs.logits_indices[: len(sampled)].tolist() == [starts[r + 1] - 1 for r in sampled]
     assert (inputs.logits_indices[len(sampled) : padded[0]] == 0).all()
     assert inputs.sample_slots[: len(sampled)].tolist() == [rows[r] for r in sampled]
-    assert (made.slot_mapping[num_tokens:] == -1).all()
+    assert (made.slot_mapping[..., num_tokens:] == -1).all()
     assert (made.positions[num_tokens:] == 0).all()
     assert (inputs.input_ids[num_tokens : padded[1]] == 0).all()
     assert slots.num_computed_tokens[rows].tolist() == seq_lens
@@ -125,7 +132,8 @@ def test_ring_reuses_its_buffers_in_turn_and_grows() -> None:
 
 def prepare_case(block_size: int) -> Case:
     """As StepInputs launches it, with a history and a table whose widths divide by nothing."""
-    options = {"BLOCK_SIZE": block_size, "BLOCK": BLOCK, "num_warps": 4}
+    groups = 6 if block_size == 16 else 1
+    options = {"BLOCK_SIZE": block_size, "BLOCK": BLOCK, "GROUPS": groups, "num_warps": 4}
     types = {
         name: "i32" if name in NUMBERS else "*i64" if name in WIDE else "*i32"
         for name in _prepare.arg_names

@@ -1,0 +1,80 @@
+"""BERT and RoBERTa encoders: what their configs say, and how their hidden states become one vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.config.fields import FieldReader, shown
+from octavo.config.rope import RopeConfig
+from octavo.errors import ModelLoadError
+
+PoolingType = Literal["mean", "cls"]
+
+# Families of one shape -> whether positions are counted from the padding token's id + 1.
+ENCODERS = {"BertModel": False, "RobertaModel": True, "XLMRobertaModel": True}
+
+_MAX_POSITIONS = 2**24
+# Key -> values that change nothing; what is missing has the first.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu",),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What an encoder has and a decoder has not. Its norms have biases, and so have its linears."""
+
+    num_positions: int
+    """Rows of the table of position embeddings."""
+    first_position: int
+    """The row of a text's first token."""
+    num_token_types: int
+    pooling_type: PoolingType = "cls"
+    """mean: of the hidden states of all tokens; cls: that of the first. vLLM's default."""
+    normalize: bool = True
+    """Whether vectors are scaled to length 1."""
+
+
+def read_encoder(read: FieldReader, architecture: str) -> dict[str, Any]:
+    """Fields of the ModelConfig that are not read alike for all models.
+
+    Raises ModelLoadError for a feature we do not build, ConfigError for a missing or bad field.
+    """
+    for key, harmless in _HARMLESS.items():
+        if (value := read.config.get(key)) is not None and value not in harmless:
+            raise ModelLoadError(f"{read.where}: {key}={shown(value)} is not supported")
+    num_positions = read.count("max_position_embeddings", limit=_MAX_POSITIONS)
+    first = 0
+    if ENCODERS[architecture]:
+        first = 1 + read.count("pad_token_id", default=1, limit=_MAX_POSITIONS)
+        if first >= num_positions:
+            raise read.error(
+                "max_position_embeddings", f"{num_positions} leaves none beyond {first}"
+            )
+    hidden_size, num_heads = read.count("hidden_size"), read.count("num_attention_heads", limit=512)
+    if hidden_size % num_heads:
+        raise read.error("num_attention_heads", f"{num_heads} does not divide {hidden_size}")
+    return {
+        "vocab_size": read.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": read.count("intermediate_size"),
+        "num_layers": read.count("num_hidden_layers", limit=4096),
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "rms_norm_eps": read.number("layer_norm_eps", default=1e-12),
+        "rope": RopeConfig(1.0),  # there is none
+        "max_position_embeddings": num_positions - first,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_ids": (),
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "encoder": EncoderConfig(num_positions, first, read.count("type_vocab_size", default=2)),
+    }

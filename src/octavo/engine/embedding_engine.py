@@ -1,0 +1,112 @@
+"""EmbeddingEngine: prompts in, a vector each out. A text is one pass, so nothing is scheduled or cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
+
+from octavo.config.encoder import EncoderConfig, PoolingType
+from octavo.config.engine import EngineArgs, EngineConfig
+from octavo.config.model import ModelConfig
+from octavo.config.resolve import resolve
+from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.outputs import EmbeddingOutput
+from octavo.sampling_params import show
+from octavo.worker.device import probe_device
+from octavo.worker.encoder_worker import EncoderWorker
+
+
+class EmbeddingEngine:
+    """Owns an EncoderWorker and its thread. Calls from several threads take turns, a step at a time."""
+
+    def __init__(self, args: EngineArgs, model: ModelConfig) -> None:
+        self.config: EngineConfig = resolve(args, model, probe_device(args.device))
+        self.tokenizer: Tokenizer | None = None
+        if not args.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(args.tokenizer or model.path)
+        self._inputs = InputProcessor(self.config, self.tokenizer)
+        self._process_id = os.getpid()
+        # One thread, whoever calls: bits may depend on its number of OpenMP threads.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
+        try:
+            self._worker = self._thread.submit(EncoderWorker, self.config).result()
+        except BaseException:
+            # Not waited for: after an interrupt it may still be loading, and ends when it has.
+            self._thread.shutdown(wait=False)
+            raise
+
+    def process(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, checked. A longer one than max_model_len is refused, unless cut.
+
+        truncate_prompt_tokens: see LLM.embed. Raises InvalidRequestError naming the field.
+        """
+        longest = self.config.scheduler.max_model_len
+        limit = truncate_prompt_tokens
+        if limit is not None:
+            least = 1 if self.tokenizer is None else self.tokenizer.num_special_tokens + 1
+            if limit == -1:
+                limit = longest
+            if (
+                isinstance(limit, bool)
+                or not isinstance(limit, int)
+                or not least <= limit <= longest
+            ):
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens",
+                    f"must be -1 or an integer from {least} to {longest}, not {show(limit)}",
+                )
+        text, token_ids, _ = self._inputs.read_prompt(prompt, limit)
+        if text is not None and not text.strip():
+            raise InvalidRequestError("prompt", "is empty")
+        if len(token_ids) > longest:
+            raise InvalidRequestError(
+                "prompt",
+                f"{len(token_ids)} tokens do not fit into max_model_len={longest}; "
+                "truncate_prompt_tokens=-1 cuts it",
+            )
+        return token_ids
+
+    def pooling(self, pooling_type: PoolingType | None, normalize: bool | None) -> EncoderConfig:
+        """The model's pooling with what is not None changed. Raises InvalidRequestError."""
+        pooling = self.config.model.encoder
+        assert pooling is not None
+        known = {"pooling_type": get_args(PoolingType), "normalize": (True, False)}
+        asked: dict[str, Any] = {"pooling_type": pooling_type, "normalize": normalize}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        for name, value in asked.items():
+            if value not in known[name]:
+                raise InvalidRequestError(name, f"{show(value)} is none of {known[name]}")
+        return dataclasses.replace(pooling, **asked)
+
+    def embed(
+        self, texts: Iterable[list[int]], pooling: EncoderConfig
+    ) -> Iterator[EmbeddingOutput]:
+        """One output a text (token ids from `process`), in order, as steps end."""
+        if os.getpid() != self._process_id:
+            raise EngineDeadError("the engine stayed in the process that made it")
+        for step in self._steps(texts):
+            yield from self._thread.submit(self._worker.embed, step, pooling).result()
+
+    def shutdown(self) -> None:
+        """Finish what runs and end the thread. May be called twice."""
+        if os.getpid() == self._process_id:
+            self._thread.shutdown(wait=True)
+
+    def _steps(self, texts: Iterable[list[int]]) -> Iterator[list[list[int]]]:
+        """Whole texts in order, as many at once as max_num_batched_tokens and max_num_seqs allow."""
+        limits = self.config.scheduler
+        step: list[list[int]] = []
+        room = limits.max_num_batched_tokens
+        for text in texts:
+            if len(text) > room or len(step) == limits.max_num_seqs:
+                yield step
+                step, room = [], limits.max_num_batched_tokens
+            step.append(text)
+            room -= len(text)
+        if step:
+            yield step
