@@ -112,3 +112,26 @@ DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
   wgmma_wait<0>();
   release_stage<CLUSTER>(shared, last);
 }
+
+// All that a consumer warpgroup does whose stores are deferred.
+template <int CLUSTER, int SPACING, class Shared>
+DEVICE void consume_tiles(Shared& shared, const GemmArgs& args, const ClusterWork<CLUSTER>& work,
+                          int tiles, int blocks_k) {
+  const int half = threadIdx.x / 128 - 1;
+  Ring<Shared::STAGES> ring;
+  DeferredTile<Shared::N> deferred(args.c, shared.c[half], 1 + half);
+  for (int index = work.first; index < tiles; index += work.clusters) {
+    const Tile tile = unpack_tile(args.order[index]);
+    float accumulators[Shared::N / 2];
+    // This tile's product, and in its gaps the store of the last tile, if one is deferred.
+    multiply_tile_storing<CLUSTER, SPACING>(accumulators, shared, ring, half, blocks_k, deferred);
+    const int row = work.row(tile, Shared::M) + half * 64;
+    if (args.tma_store) {
+      deferred.take(accumulators, row, tile.n * Shared::N);
+    } else {
+      store_registers<Shared::N>(accumulators, args, row, tile.n * Shared::N);
+    }
+  }
+  deferred.store_all();
+  if (threadIdx.x % 128 == 0) tma_store_wait_all();
+}

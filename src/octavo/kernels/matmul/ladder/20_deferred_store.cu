@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const ClusterWork<CLUSTER> work;
   init_cluster_ring<CLUSTER>(shared);
 
-  Ring<STAGES> ring;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) {
+      Ring<STAGES> ring;
       for (int index = work.first; index < tiles; index += work.clusters) {
         const Tile tile = unpack_tile(args.order[index]);
         produce_tile<true>(shared, ring, args, work, index, tile, blocks_k);
@@ -49,22 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     setmaxnreg_inc<232>();
-    const int half = threadIdx.x / 128 - 1;
-    DeferredTile<BLOCK_N> deferred(args.c, shared.c[half], 1 + half);
-    for (int index = work.first; index < tiles; index += work.clusters) {
-      const Tile tile = unpack_tile(args.order[index]);
-      float accumulators[BLOCK_N / 2];
-      // This tile's product, and in its gaps the store of the last tile, if one is deferred.
-      multiply_tile_storing<CLUSTER, SPACING>(accumulators, shared, ring, half, blocks_k, deferred);
-      const int row = work.row(tile, BLOCK_M) + half * 64;
-      if (args.tma_store) {
-        deferred.take(accumulators, row, tile.n * BLOCK_N);
-      } else {
-        store_registers<BLOCK_N>(accumulators, args, row, tile.n * BLOCK_N);
-      }
-    }
-    deferred.store_all();
-    if (threadIdx.x % 128 == 0) tma_store_wait_all();
+    consume_tiles<CLUSTER, SPACING>(shared, args, work, tiles, blocks_k);
   }
   cluster_sync();  // no CTA leaves while its peer may still arrive on its barriers
 }

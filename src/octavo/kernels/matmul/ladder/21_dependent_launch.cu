@@ -39,10 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   init_cluster_ring<CLUSTER>(shared);
   griddepcontrol_launch_dependents();
 
-  Ring<STAGES> ring;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) {
+      Ring<STAGES> ring;
       tma_prefetch_map(&args.a);
       tma_prefetch_map(&args.b);
       // Everything this grid reads or writes comes after a load of this thread, so it alone waits.
@@ -54,21 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     setmaxnreg_inc<232>();
-    const int half = threadIdx.x / 128 - 1;
-    DeferredTile<BLOCK_N> deferred(args.c, shared.c[half], 1 + half);
-    for (int index = work.first; index < tiles; index += work.clusters) {
-      const Tile tile = unpack_tile(args.order[index]);
-      float accumulators[BLOCK_N / 2];
-      multiply_tile_storing<CLUSTER, SPACING>(accumulators, shared, ring, half, blocks_k, deferred);
-      const int row = work.row(tile, BLOCK_M) + half * 64;
-      if (args.tma_store) {
-        deferred.take(accumulators, row, tile.n * BLOCK_N);
-      } else {
-        store_registers<BLOCK_N>(accumulators, args, row, tile.n * BLOCK_N);
-      }
-    }
-    deferred.store_all();
-    if (threadIdx.x % 128 == 0) tma_store_wait_all();
+    consume_tiles<CLUSTER, SPACING>(shared, args, work, tiles, blocks_k);
   }
   cluster_sync();  // no CTA leaves while its peer may still arrive on its barriers
 }
