@@ -182,8 +182,8 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without sampling parameters gets; see EngineArgs.generation_config."""
-        defaults: dict[str, Any] = dict(self.engine.config.model.sampling_defaults)
-        return SamplingParams(**defaults)
+        named: dict[str, Any] = dict(self.engine.config.model.sampling_defaults)
+        return SamplingParams(**named)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while requests run."""

@@ -42,6 +42,10 @@ class AttentionBackend(Protocol):
         """What `attend` needs, computed once a step."""
         ...
 
+    def with_tables(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
+        """What `build_metadata(common)` would give, for another KV group of the step of `metadata`."""
+        ...
+
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float
     ) -> torch.Tensor:

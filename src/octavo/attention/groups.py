@@ -25,10 +25,15 @@ class GroupedAttention:
             replace(common, block_tables=tables, slot_mapping=slots)
             for tables, slots in zip(common.block_tables, common.slot_mapping, strict=True)
         ]
-        return [
-            (part, backend.build_metadata(part))
-            for part, backend in zip(parts, self.backends, strict=True)
-        ]
+        first: dict[AttentionBackend, Any] = {}  # groups that share a backend share its plan
+        metadata = []
+        for part, backend in zip(parts, self.backends, strict=True):
+            if backend in first:
+                metadata.append((part, backend.with_tables(first[backend], part)))
+            else:
+                first[backend] = backend.build_metadata(part)
+                metadata.append((part, first[backend]))
+        return metadata
 
     def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         """The same for all groups."""

@@ -122,6 +122,12 @@ class ReferenceAttention:
                 groups.extend(self._groups(common, starts, requests, *shape))
         return ReferenceMetadata(write_tokens, write_rows, groups)
 
+    def with_tables(
+        self, metadata: ReferenceMetadata, common: CommonAttentionMetadata
+    ) -> ReferenceMetadata:
+        """Made anew: rows of the cache are everywhere in it."""
+        return self.build_metadata(common)
+
     def _groups(
         self,
         common: CommonAttentionMetadata,

@@ -5,6 +5,8 @@ On CPU tensors it runs in Triton's interpreter, for tests.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octavo.attention.base import CommonAttentionMetadata
@@ -87,6 +89,10 @@ class TritonAttention:
             self._plan,
             only_small=most_rows <= SMALL_ROWS * SMALL_TILES,
         )
+
+    def with_tables(self, metadata: Step, common: CommonAttentionMetadata) -> Step:
+        """The same plan for other block tables."""
+        return replace(metadata, block_tables=common.block_tables)
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Step, scale: float

@@ -142,10 +142,15 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._error(f"general.alignment={shown(alignment)} is not a positive integer")
         base = -(-self._at // alignment) * alignment
+        expected = 0
         for name, info in infos:
             start = base + info.offset
             if name in self.tensors:
                 raise self._error(f"duplicate tensor {shown(name)}")
+            # Tensors lie one after the other: elsewhere a damaged offset would load other bytes.
+            if info.offset != expected:
+                raise self._error(f"tensor {shown(name)} is at {info.offset}, expected {expected}")
+            expected += -(-info.num_bytes // alignment) * alignment
             if start + info.num_bytes > len(self._bytes):
                 raise self._error(f"tensor {shown(name)} ends past the end of the file: truncated?")
             self.tensors[name] = TensorInfo(info.shape, info.type, start, info.num_bytes)

@@ -14,13 +14,16 @@ DEMO = "demo"
 
 # What Octavo reads; other weight formats of a repository are not downloaded.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Second copies of the weights that some repositories carry.
+IGNORED = ["consolidated*", "original/*"]
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
     """The local folder or .gguf file for `model`, downloading a Hugging Face id if need be.
 
-    A complete copy in the Hugging Face cache is used without network (HF_HUB_OFFLINE is honoured).
+    Of a repository of GGUF files, `owner/name:Q4_K_M` is the one file with that in its name. A
+    complete copy in the Hugging Face cache is used without network (HF_HUB_OFFLINE is honoured).
     Raises ModelLoadError saying what was looked for and where, ConfigError for a revision of
     something that has none.
     """
@@ -36,13 +39,24 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
             )
         return local
     looked = f"{model!r}: no folder or file {path.absolute()}"
-    if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
+    match = _HUB_ID.fullmatch(model)
+    if not match or path.suffix == ".gguf":
         raise ModelLoadError(f"{looked}, and not a Hugging Face id (owner/name)")
-    folder = _download(model, revision, looked)
+    name, tag = match.groups()
+    if tag is not None:
+        folder = _download(name, revision, looked, [f"*{tag}*.gguf"])
+        files = sorted(folder.rglob(f"*{tag}*.gguf"))
+        if len(files) != 1:
+            found = ", ".join(file.name for file in files[:8]) or "none"
+            raise ModelLoadError(
+                f"{model!r}: {len(files)} .gguf files have {tag!r} in them: {found}"
+            )
+        return files[0]
+    folder = _download(name, revision, looked, PATTERNS)
     if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise ModelLoadError(
             f"{model!r}: the Hugging Face repository has no config.json. If it holds .gguf files, "
-            "download one of them and give its path as the model"
+            f"name one by what only its name has in it, as in '{name}:Q4_K_M'"
         )
     return folder
 
@@ -57,12 +71,16 @@ def _local_path(model: str, path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _download(model: str, revision: str | None, looked: str) -> Path:
+def _download(model: str, revision: str | None, looked: str, patterns: list[str]) -> Path:
     # Imported here: it takes half a second, and local models do not need it.
     from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED
+            )
+        )
     except Exception as error:  # the hub, the HTTP library and the disk have their own each
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -245,3 +245,21 @@ def test_a_window_bounds_the_keys_that_are_read() -> None:
     assert chunk.kv_bytes == 106 * config.kv_bytes_per_token()
     assert windowed.flops_per_token(5000) == config.flops_per_token(100)
     assert windowed.flops_per_token(0) == config.flops_per_token(0)
+
+
+def test_layers_of_two_kinds_read_each_what_it_sees() -> None:
+    """Gemma 3: of 6 layers one sees all 5,000 keys and five see 512; four norms a layer."""
+    content = {
+        **LLAMA3_8B,
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 6,
+        "sliding_window": 512,
+    }
+    config = ModelConfig.from_hf(content, Path("folder"), "dummy")
+    operations = {op.name: op for op in step_operations(config, [(1, 5000)], 1)}
+    keys = 5000 + 5 * 512
+    assert operations["attention"].flops == 4 * config.num_heads * config.head_dim * keys
+    assert operations["attention"].kv_bytes == keys * config.kv_bytes_per_token() // 6
+    assert sum(op.flops for op in operations.values()) == config.flops_per_token(5000)
+    weights = sum(op.weight_bytes for op in operations.values())
+    assert weights == config.weight_bytes() - config.vocab_size * config.hidden_size * 2

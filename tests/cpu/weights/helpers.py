@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from octavo.config.model import ModelConfig
 from octavo.models.registry import weight_map
+from tests.cpu.engine.helpers import BYTE_CHARS
 from tests.cpu.paged import settings
 
 
@@ -92,6 +93,17 @@ def permute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return split.swapaxes(1, 2).reshape(tensor.shape)
 
 
+def pack(data: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """The rows as blocks; where the package has no quantiser, random blocks with finite scales."""
+    try:
+        return gguf.quantize(data, kind)
+    except NotImplementedError:
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        shape = (data.shape[0], data.shape[1] // per_block * block_bytes)
+        # No float16 with bytes below 0x3C is NaN, infinite or 1 or more.
+        return np.random.default_rng(kind.value).integers(0, 0x3C, shape, np.uint8)
+
+
 def save_gguf(
     path: Path,
     config: dict[str, Any],
@@ -133,10 +145,56 @@ def save_gguf(
         if tensor.dim() == 1 or kind == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(gguf_name(name, architecture), data)
         else:
-            packed = gguf.quantize(data, kind)
+            packed = pack(data, kind)
             writer.add_tensor(gguf_name(name, architecture), packed, raw_dtype=kind)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+WORDS = ["<|end|>", "he", "user"]
+
+
+def save_small_gguf(path: Path, kind: str = "gpt2") -> None:
+    """A tiny Llama with its tokenizer (of that ggml kind), its chat template and rope divisors."""
+    config = settings(num_hidden_layers=1, vocab_size=256 + len(WORDS))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)] if kind == "llama" else BYTE_CHARS.values()
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*spelled, *WORDS])
+    if kind == "llama":
+        writer.add_token_scores([0.0] * 257 + [-1.0, -2.0])
+        writer.add_add_space_prefix(True)
+    else:
+        writer.add_token_merges(["h e"])
+    writer.add_token_types([6 if kind == "llama" else 1] * 256 + [3, 1, 4])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(256)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for name, tensor in weights(config).items():
+        data = np.ascontiguousarray(tensor.numpy())
+        if data.ndim == 2 and "down" in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(gguf_name(name), gguf.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), data)
+    writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

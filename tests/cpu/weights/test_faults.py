@@ -123,10 +123,37 @@ def test_a_hub_repository_of_gguf_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"'a/b'.*no config\.json.*\.gguf.*its path"):
+    with pytest.raises(ModelLoadError, match=r"'a/b'.*no config\.json.*\.gguf.*a/b:Q4_K_M"):
         resolve_model_path("a/b", "main")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_path("a/b", "main") == tmp_path
+
+
+def test_the_cache_of_the_hub_is_used_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache as huggingface_hub keeps it, by branch and by commit; one GGUF file by its tag."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    for ref in ("main", "v2"):
+        (repository / "refs" / ref).write_text(commit)
+    save_folder(snapshot)
+    for kind in ("Q4_K_M", "Q8_0"):
+        (snapshot / f"name-{kind}.gguf").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for revision in (None, "v2", commit):
+        assert resolve_model_path("owner/name", revision) == snapshot
+    assert load_model_config(EngineArgs("owner/name", revision="v2")).path == snapshot
+    assert resolve_model_path("owner/name:Q4_K_M") == snapshot / "name-Q4_K_M.gguf"
+    for tag, words in (("Q", "2 .gguf files.*Q4_K_M.gguf, "), ("Q5_0", "0 .gguf files.*: none")):
+        with pytest.raises(ModelLoadError, match=words):
+            resolve_model_path(f"owner/name:{tag}")
+    with pytest.raises(ModelLoadError, match=r"could it be had.*at revision 'v3'"):
+        resolve_model_path("owner/name", "v3")
 
 
 def test_any_failure_of_the_hub_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from octavo.config.engine import EngineArgs
 from octavo.errors import ConfigError, ModelLoadError, OctavoError
 from octavo.models.registry import weight_map
 from octavo.weights.checkpoint import load_model_config
-from octavo.weights.gguf import GGUFFile, iterate_tensors
+from octavo.weights.gguf import GGUFFile, iterate_tensors, unpermute
 from tests.cpu.paged import PagedModel, assert_close, assert_same_bits, settings
-from tests.cpu.weights.helpers import permute, save_folder, save_gguf, weights
+from tests.cpu.weights.helpers import pack, permute, save_folder, save_gguf, weights
 
 KINDS = gguf.GGMLQuantizationType
 # Bound on |dequantised - original| for data from N(0, 1), in units of 1.
@@ -97,6 +97,40 @@ def test_w03_quantised_tensors_stay_within_bounds(kind: KINDS, tmp_path: Path) -
         assert_close(tensor, tensors[name], BOUNDS[kind])
     asked = load_model_config(EngineArgs(str(ours.path), dtype="float32"))
     assert PagedModel(asked).step_from_empty(torch.arange(3, 20)).isfinite().all()
+
+
+PACKED = sorted(gguf.quants._type_traits, key=lambda kind: kind.name)
+
+
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
+def test_every_type_that_the_package_dequantises_loads(kind: KINDS, tmp_path: Path) -> None:
+    """Quantised where the package can, else random blocks: each tensor is what the package says."""
+    config = settings(hidden_size=256, intermediate_size=512, num_hidden_layers=1, head_dim=64)
+    tensors, path = weights(config), tmp_path / "m.gguf"
+    save_gguf(path, config, tensors, kind)
+    ours = load_model_config(EngineArgs(str(path)))
+    assert ours.dtype == "bfloat16"
+    for name, tensor in iterate_tensors(GGUFFile(path), ours):
+        heads = 4 if ".q_proj." in name else 2 if ".k_proj." in name else 0
+        original = tensors[name]
+        if original.dim() == 2:
+            stored = permute(original, heads) if heads else original
+            values = gguf.dequantize(pack(stored.numpy(), kind), kind)
+            original = torch.from_numpy(values.copy())
+            original = unpermute(original, heads) if heads else original
+        assert_same_bits(tensor.float(), original)
+    assert PagedModel(ours, num_blocks=2).step_from_empty(torch.arange(3, 15)).isfinite().all()
+
+
+NOT_PACKED = (KINDS.Q8_1, KINDS.Q8_K, KINDS.I8, KINDS.I32, KINDS.F64)
+
+
+@pytest.mark.parametrize("kind", NOT_PACKED, ids=lambda kind: kind.name)
+def test_a_type_that_cannot_be_dequantised_is_named(kind: KINDS, tmp_path: Path) -> None:
+    config = settings(hidden_size=256, intermediate_size=512, num_hidden_layers=1, head_dim=64)
+    save_gguf(tmp_path / "m.gguf", config, weights(config), kind)
+    with pytest.raises(ModelLoadError, match=rf"tensor '\S+': type {kind.name} cannot"):
+        PagedModel(load_model_config(EngineArgs(str(tmp_path / "m.gguf"))))
 
 
 def test_smollm2_tensors_equal_the_gguf_package(smollm2_path: Path) -> None:
