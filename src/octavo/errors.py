@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
 
 class OctavoError(Exception):
     """Base of all deliberate errors."""
@@ -43,3 +48,23 @@ class DeviceLostError(EngineDeadError):
 
 class KernelError(OctavoError):
     """A kernel cannot be compiled, loaded or launched: no GPU, driver or compiler, or a bad shape."""
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 256 else f"<integer of {x.bit_length()} bits>"
+
+
+shown = _Repr().repr
+"""A repr for error texts: short, and without exceptions for values of any depth or size."""
+
+
+def expect(field: str, value: Any, kind: type[_T] | tuple[type[_T], ...], wanted: str) -> _T:
+    """`value`, which is of that kind (a bool is no number), or InvalidRequestError says what is wanted."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidRequestError(field, f"must be {wanted}, not {shown(value)}")
+    return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, expect, shown
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it says nothing more
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
@@ -100,15 +100,13 @@ class SamplingParams:
             self._set("stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-                raise InvalidRequestError(name, f"must be a list, not {show(value)}")
-            self._set(name, tuple(value))
+            if isinstance(value, str | bytes | Mapping):
+                raise InvalidRequestError(name, f"must be a list, not {shown(value)}")
+            if value is not None:
+                self._set(name, tuple(expect(name, value, Iterable, "a list")))
         if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise InvalidRequestError("logit_bias", "must map token ids to values")
-            self._set("logit_bias", dict(self.logit_bias))
+            bias = expect("logit_bias", self.logit_bias, Mapping, "a map from token ids to values")
+            self._set("logit_bias", dict(bias))
 
     def _check_counts(self) -> None:
         _integer("n", self.n, 1, 16384)
@@ -117,21 +115,18 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, None)
             if self.min_tokens > self.max_tokens:
-                raise InvalidRequestError(
-                    "min_tokens",
-                    f"{show(self.min_tokens)} is more than max_tokens={self.max_tokens}",
-                )
+                text = f"{shown(self.min_tokens)} is more than max_tokens={self.max_tokens}"
+                raise InvalidRequestError("min_tokens", text)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, -1, None)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in _FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequestError(name, f"must be true or false, not {show(value)}")
+            expect(name, getattr(self, name), bool, "true or false")
         if self.output_kind is not None:
             if self.output_kind not in tuple(RequestOutputKind):
-                raise InvalidRequestError("output_kind", f"{show(self.output_kind)} is not a kind")
+                raise InvalidRequestError("output_kind", f"{shown(self.output_kind)} is not a kind")
             self._set("output_kind", RequestOutputKind(self.output_kind))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop", "stop strings need detokenize=True")
@@ -150,7 +145,7 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             for value in getattr(self, name) or ():
                 if not isinstance(value, str) or not value:
-                    raise InvalidRequestError(name, f"{show(value)} is not a non-empty string")
+                    raise InvalidRequestError(name, f"{shown(value)} is not a non-empty string")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for value in getattr(self, name) or ():
                 _integer(name, value, 0, None)
@@ -162,26 +157,15 @@ class SamplingParams:
 
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(field, f"must be an integer, not {show(value)}")
+    expect(field, value, int, "an integer")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequestError(field, f"must be {limit}, not {show(value)}")
+        raise InvalidRequestError(field, f"must be {limit}, not {shown(value)}")
 
 
 def _real(field: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(field, f"must be a number, not {show(value)}")
+    expect(field, value, (int, float), "a number")
     # Compared, not converted: an int may be too large for a float. NaN fails every comparison.
     if not low <= value <= min(high, sys.float_info.max):
-        raise InvalidRequestError(
-            field, f"must be finite and in [{low}, {high}], not {show(value)}"
-        )
-
-
-def show(value: Any) -> str:
-    """The value as an error text may carry it: short, and never itself an error."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # str() refuses more than 4,300 digits
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        text = f"must be finite and in [{low}, {high}], not {shown(value)}"
+        raise InvalidRequestError(field, text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.config.fields import FieldReader, shown
+from octavo.config.fields import FieldReader
 from octavo.config.rope import RopeConfig
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 
 PoolingType = Literal["mean", "cls"]
 

@@ -10,8 +10,7 @@ from typing import Literal, get_args, get_type_hints
 
 from octavo.config.kv_cache import KVCacheLayout
 from octavo.config.model import ModelConfig
-from octavo.errors import ConfigError
-from octavo.sampling_params import show
+from octavo.errors import ConfigError, shown
 
 LinearBackend = Literal["tiled", "cublas", "fixed"]
 """How x W^T is computed: tiled on a CPU; on a GPU cuBLAS, or one Triton arithmetic for any rows."""
@@ -84,7 +83,7 @@ class EngineArgs:
                 right = is_number and isinstance(value, int) and low <= value <= high
                 rule = f"an integer from {low} to {high}"
             if not right and not (value is None and type(None) in kinds):
-                raise ConfigError(f"{name}={show(value)} must be {rule}")
+                raise ConfigError(f"{name}={shown(value)} must be {rule}")
 
 
 MAX_COUNT = 2**31 - 1

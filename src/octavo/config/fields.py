@@ -1,12 +1,11 @@
-"""Typed access to what a model's config says, and values from it in error texts."""
+"""Typed access to what a model's config says."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 
 # Far above any real model, so that a damaged config is refused and not tried.
 MAX_SIZE = 2**31 - 1
@@ -82,20 +81,3 @@ def token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in values):
         raise ConfigError(f"{where}: {shown(value)} is not a token id or a list of them")
     return tuple(dict.fromkeys(one for one in values if one < vocab_size))
-
-
-def shown(value: Any) -> str:
-    """A repr for error texts: short, and without exceptions for values of any depth or size."""
-    return _SHOWN.repr(value)
-
-
-class _Repr(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 200
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= 256 else f"<integer of {x.bit_length()} bits>"
-
-
-_SHOWN = _Repr()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.config.fields import FieldReader, shown
+from octavo.config.fields import FieldReader
 from octavo.config.rope import RopeConfig, read_rope
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 
 GEMMA3 = "Gemma3ForCausalLM"
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.config.fields import shown
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 
 _GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

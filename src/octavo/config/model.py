@@ -14,12 +14,12 @@ from typing import Any, Literal, cast
 
 from octavo.config import gemma
 from octavo.config.encoder import ENCODERS, EncoderConfig, read_encoder
-from octavo.config.fields import FieldReader, shown, token_ids
+from octavo.config.fields import FieldReader, token_ids
 from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.config.moe import MOE_ARCHITECTURES, MoEConfig, read_moe
 from octavo.config.rope import RopeConfig, read_rope
-from octavo.errors import ConfigError, ModelLoadError
+from octavo.errors import ConfigError, ModelLoadError, shown
 
 DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]

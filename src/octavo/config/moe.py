@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.config.fields import FieldReader, shown
+from octavo.config.fields import FieldReader
+from octavo.errors import shown
 
 # Above any real model; the GPU's router holds the scores of all experts in one program.
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 1024, 32

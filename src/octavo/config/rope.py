@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.config.fields import FieldReader, shown
-from octavo.errors import ModelLoadError
+from octavo.config.fields import FieldReader
+from octavo.errors import ModelLoadError, shown
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -6,6 +6,7 @@ apply_chat_template renders; what the template refuses is the caller's error.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,9 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from octavo.config.fields import shown
 from octavo.engine.template_sandbox import sandbox
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import ConfigError, InvalidRequestError
+from octavo.errors import ConfigError, InvalidRequestError, expect, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -34,8 +34,6 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, special_tokens_map: Mapping[str, str] | None = None
     ) -> None:
-        if source is not None and not isinstance(source, str):
-            raise ConfigError(f"chat_template: must be text, not {shown(source)}")
         self.source = source
         self._special_tokens = dict(special_tokens_map or {})
         self._template: jinja2.Template | None = None
@@ -57,9 +55,7 @@ class ChatTemplate:
         """From Jinja source, a path to it, or (None) the tokenizer's own template."""
         source = source_or_path
         if source is None:
-            source = tokenizer.chat_template if tokenizer is not None else None
-        elif not isinstance(source, str):
-            raise ConfigError(f"chat_template: must be text, not {shown(source)}")
+            source = None if tokenizer is None else tokenizer.chat_template
         elif not _JINJA.search(source):  # no template is without; a path hardly has them
             try:
                 source = Path(source).read_text("utf-8")
@@ -76,12 +72,9 @@ class ChatTemplate:
         Raises InvalidRequestError for what is no Jinja template. Paths are not read: a request may
         come from afar.
         """
-        if not isinstance(source, str):
-            raise InvalidRequestError("chat_template", f"must be text, not {shown(source)}")
-        if not _JINJA.search(source):
-            raise InvalidRequestError(
-                "chat_template", f"{shown(source)} holds no Jinja; a path is not read for a request"
-            )
+        if not _JINJA.search(expect("chat_template", source, str, "text")):
+            text = f"{shown(source)} holds no Jinja; a path is not read for a request"
+            raise InvalidRequestError("chat_template", text)
         try:
             return ChatTemplate(source, self._special_tokens)
         except ConfigError as exc:
@@ -102,23 +95,16 @@ class ChatTemplate:
         template_kwargs are further variables of the template (chat_template_kwargs).
         """
         if self._template is None:
-            raise InvalidRequestError(
-                "chat_template", "this model has no chat template; give one, or use a text prompt"
-            )
-        given = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        for name, value in given.items():
-            if not isinstance(value, bool):
-                raise InvalidRequestError(name, f"must be true or false, not {shown(value)}")
+            text = "this model has no chat template; give one, or use a text prompt"
+            raise InvalidRequestError("chat_template", text)
+        expect("add_generation_prompt", add_generation_prompt, bool, "true or false")
+        expect("continue_final_message", continue_final_message, bool, "true or false")
         extra = _checked_kwargs(template_kwargs)
         chat = normalise_messages(messages)
         if continue_final_message:
             if add_generation_prompt:
-                raise InvalidRequestError(
-                    "continue_final_message", "cannot be used with add_generation_prompt"
-                )
+                text = "cannot be used with add_generation_prompt"
+                raise InvalidRequestError("continue_final_message", text)
             final = chat[-1]["content"]
             chat[-1]["content"] = final + _CONTINUE_TAG
         variables: dict[str, Any] = {
@@ -133,15 +119,14 @@ class ChatTemplate:
         return _cut_at_tag(text, final) if continue_final_message else text
 
     def _checked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        if tools is None:
-            return None
-        if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
-            raise InvalidRequestError("tools", f"must be a list of objects, not {shown(tools)}")
-        if not tools:
+        given = () if tools is None else expect("tools", tools, Sequence, "a list of objects")
+        for tool in given:
+            expect("tools", tool, Mapping, "a list of objects")
+        if not given:
             return None
         if not self._takes_tools:
             raise InvalidRequestError("tools", "the chat template has no place for tools")
-        return _plain("tools", list(tools))
+        return _plain("tools", list(given))
 
     def _run(self, variables: dict[str, Any]) -> str:
         assert self._template is not None
@@ -162,11 +147,8 @@ class ChatTemplate:
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     field = "chat_template_kwargs"
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping):
-        raise InvalidRequestError(field, f"must be an object, not {shown(kwargs)}")
-    plain: dict[str, Any] = _plain(field, kwargs)
+    given = {} if kwargs is None else expect(field, kwargs, Mapping, "an object")
+    plain: dict[str, Any] = _plain(field, given)
     for name in sorted(plain.keys() & _RESERVED):
         raise InvalidRequestError(field, f"{name} is not a template variable")
     return plain
@@ -191,13 +173,11 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     chat = []
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(field, f"must be an object, not {shown(message)}")
-        plain = {key: value for key, value in _plain(field, message).items() if value is not None}
-        if plain.get("role") not in ROLES:
-            raise InvalidRequestError(
-                f"{field}.role", f"{shown(plain.get('role'))} is not one of {', '.join(ROLES)}"
-            )
+        copy = _plain(field, expect(field, message, Mapping, "an object"))
+        plain = {key: value for key, value in copy.items() if value is not None}
+        if (role := plain.get("role")) not in ROLES:
+            text = f"{shown(role)} is not one of {', '.join(ROLES)}"
+            raise InvalidRequestError(f"{field}.role", text)
         plain["content"] = _content_text(f"{field}.content", plain.get("content"))
         if "tool_calls" in plain:
             plain["tool_calls"] = _tool_calls(f"{field}.tool_calls", plain["tool_calls"])
@@ -208,43 +188,31 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def _content_text(field: str, content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            field, f"must be text or a list of text parts, not {shown(content)}"
-        )
+    if content is None or isinstance(content, str):
+        return content or ""
     texts = []
-    for i, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict):
-            raise InvalidRequestError(f"{field}[{i}]", f"must be a text part, not {shown(part)}")
-        if part.get("type") != "text":
-            raise InvalidRequestError(
-                f"{field}[{i}].type",
-                f"{shown(part.get('type'))} parts are not supported, only text",
-            )
-        if not isinstance(text := part.get("text"), str):
-            raise InvalidRequestError(f"{field}[{i}].text", f"must be text, not {shown(text)}")
-        texts.append(text)
+    for i, part in enumerate(expect(field, content, list, "text or a list of text parts")):
+        where = f"{field}[{i}]"
+        if not isinstance(part, str):
+            kind = expect(where, part, dict, "a text part").get("type")
+            if kind != "text":
+                text = f"{shown(kind)} parts are not supported, only text"
+                raise InvalidRequestError(f"{where}.type", text)
+            part = expect(f"{where}.text", part.get("text"), str, "text")
+        texts.append(part)
     return "\n".join(texts)
 
 
 def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     """Templates print arguments with tojson, the API sends them as JSON text: parse them."""
-    if not isinstance(calls, list):
-        raise InvalidRequestError(field, f"must be a list, not {shown(calls)}")
-    for i, call in enumerate(calls):
+    checked: list[Any] = expect(field, calls, list, "a list")
+    for i, call in enumerate(checked):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(f"{field}[{i}].function", "must be an object with a name")
         where = f"{field}[{i}].function.arguments"
         arguments = function.get("arguments")
-        if arguments is None or arguments == "":
+        if arguments in (None, ""):
             arguments = {}
         if isinstance(arguments, str):
             try:
@@ -252,29 +220,21 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
             except (ValueError, RecursionError) as exc:
                 raise InvalidRequestError(where, f"is not JSON: {exc}") from None
             arguments = _plain(where, arguments)
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(where, "must be an object")
-        function["arguments"] = arguments
-    return calls
+        function["arguments"] = expect(where, arguments, dict, "an object")
+    return checked
 
 
 def _plain(field: str, value: Any) -> Any:
-    """A copy out of JSON types only, so that a template is handed nothing it could call."""
-    return _Copy().of(field, value, 0)
+    """A copy out of JSON types only, so that a template is handed nothing it could call.
 
+    Of bounded depth and size: a structure may hold itself, or one part many times.
+    """
+    number = itertools.count(1)
 
-class _Copy:
-    """One copy, of bounded depth and size: a structure may hold itself, or one part many times."""
-
-    def __init__(self) -> None:
-        self.left = _MAX_VALUES
-
-    def of(self, field: str, value: Any, depth: int) -> Any:
-        """The copy of `value`, found at `field`."""
-        self.left -= 1
+    def copy(field: str, value: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise InvalidRequestError(field, f"is nested deeper than {_MAX_DEPTH} levels")
-        if self.left < 0:
+        if next(number) > _MAX_VALUES:
             raise InvalidRequestError(field, f"has more than {_MAX_VALUES} values around it")
         if value is None or type(value) in (str, int, float, bool):
             return value
@@ -282,23 +242,23 @@ class _Copy:
             if bad := [key for key in value if not isinstance(key, str)]:
                 raise InvalidRequestError(field, f"the key {shown(bad[0])} is not text")
             return {
-                str.__str__(key): self.of(f"{field}.{key[:64]}", item, depth + 1)
+                str.__str__(key): copy(f"{field}.{key[:64]}", item, depth + 1)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.of(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+            return [copy(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
         if isinstance(value, str):
             return str.__str__(value)  # an enum
         raise InvalidRequestError(field, f"{type(value).__name__} is not a JSON value")
+
+    return copy(field, value, 0)
 
 
 def _cut_at_tag(text: str, final: str) -> str:
     """Everything before the tag that was put behind the final message."""
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
-        raise InvalidRequestError(
-            "continue_final_message", "the chat template does not show the final message as it is"
-        )
-    if text.startswith(_CONTINUE_TAG, at):
-        return text[:at]
-    return text[:at].rstrip()  # the template trims messages, so trim what came before the tag
+        reason = "the chat template does not show the final message as it is"
+        raise InvalidRequestError("continue_final_message", reason)
+    # A template that trims messages has trimmed the tag: then trim what came before it, too.
+    return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()

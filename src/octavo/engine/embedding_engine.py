@@ -14,9 +14,8 @@ from octavo.config.model import ModelConfig
 from octavo.config.resolve import resolve
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.errors import EngineDeadError, InvalidRequestError, shown
 from octavo.outputs import EmbeddingOutput
-from octavo.sampling_params import show
 from octavo.worker.device import probe_device
 from octavo.worker.encoder_worker import EncoderWorker
 
@@ -58,7 +57,7 @@ class EmbeddingEngine:
             ):
                 raise InvalidRequestError(
                     "truncate_prompt_tokens",
-                    f"must be -1 or an integer from {least} to {longest}, not {show(limit)}",
+                    f"must be -1 or an integer from {least} to {longest}, not {shown(limit)}",
                 )
         text, token_ids, _ = self._inputs.read_prompt(prompt, limit)
         if text is not None and not text.strip():
@@ -80,7 +79,7 @@ class EmbeddingEngine:
         asked = {name: value for name, value in asked.items() if value is not None}
         for name, value in asked.items():
             if value not in known[name]:
-                raise InvalidRequestError(name, f"{show(value)} is none of {known[name]}")
+                raise InvalidRequestError(name, f"{shown(value)} is none of {known[name]}")
         return dataclasses.replace(pooling, **asked)
 
     def embed(

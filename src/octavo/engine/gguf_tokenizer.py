@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.config.fields import shown
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 
 _T = TypeVar("_T")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type

@@ -17,8 +17,8 @@ from typing import Any
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequestError
-from octavo.sampling_params import SamplingParams, show
+from octavo.errors import InvalidRequestError, shown
+from octavo.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
@@ -81,7 +81,7 @@ class InputProcessor:
         """n EngineRequests: `request_id` itself for n=1, else `request_id/0`, `.../1` and so on."""
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
-                "request_id", f"must be non-empty text, not {show(request_id)}"
+                "request_id", f"must be non-empty text, not {shown(request_id)}"
             )
         resolved = self._resolve(prompt, params, priority)
         params = resolved.params
@@ -93,7 +93,7 @@ class InputProcessor:
             or not abs(arrival_time) < sys.float_info.max  # NaN is not, either
         ):
             raise InvalidRequestError(
-                "arrival_time", f"must be seconds, a finite number, not {show(arrival_time)}"
+                "arrival_time", f"must be seconds, a finite number, not {shown(arrival_time)}"
             )
         if params.seed is not None:
             seed = params.seed & _MASK64
@@ -121,10 +121,10 @@ class InputProcessor:
     def _resolve(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Resolved:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                "sampling_params", f"must be SamplingParams, not {show(params)}"
+                "sampling_params", f"must be SamplingParams, not {shown(params)}"
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError("priority", f"must be an integer, not {show(priority)}")
+            raise InvalidRequestError("priority", f"must be an integer, not {shown(priority)}")
         if priority and self._policy != "priority":
             raise InvalidRequestError("priority", "needs scheduling_policy='priority'")
         text, token_ids, cache_salt = self.read_prompt(prompt)
@@ -144,16 +144,16 @@ class InputProcessor:
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             prompt = {"prompt_token_ids": prompt}
         elif not isinstance(prompt, Mapping):
-            raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {show(prompt)}")
+            raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {shown(prompt)}")
         for key in prompt.keys() - _PROMPT_KEYS:
             raise InvalidRequestError(str(key), "is not a part of a prompt that is supported")
         text, given_ids, salt = (
             prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt")
         )
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {show(salt)}")
+            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {shown(salt)}")
         if text is not None and not isinstance(text, str):
-            raise InvalidRequestError("prompt", f"must be text, not {show(text)}")
+            raise InvalidRequestError("prompt", f"must be text, not {shown(text)}")
         if given_ids is None:
             if text is None:
                 raise InvalidRequestError("prompt", "neither prompt nor prompt_token_ids is given")
@@ -162,7 +162,7 @@ class InputProcessor:
             field = "prompt_token_ids"
             if isinstance(given_ids, str | bytes) or not isinstance(given_ids, Sequence):
                 raise InvalidRequestError(
-                    field, f"must be a list of integers, not {show(given_ids)}"
+                    field, f"must be a list of integers, not {shown(given_ids)}"
                 )
             token_ids = list(given_ids)[:max_length]
         if not token_ids:
@@ -197,7 +197,7 @@ class InputProcessor:
         wanted = self._vocab_size if value == -1 else value
         if wanted > limit:
             raise InvalidRequestError(
-                field, f"{show(value)} a position is more than the {limit} this engine allows"
+                field, f"{shown(value)} a position is more than the {limit} this engine allows"
             )
         return wanted
 
@@ -211,10 +211,10 @@ class InputProcessor:
         limit = self._vocab_size
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError(field, f"token id {show(token_id)} is not an integer")
+                raise InvalidRequestError(field, f"token id {shown(token_id)} is not an integer")
             if not 0 <= token_id < limit:
                 raise InvalidRequestError(
-                    field, f"token id {show(token_id)} is outside the vocabulary of {limit}"
+                    field, f"token id {shown(token_id)} is outside the vocabulary of {limit}"
                 )
 
     def _encode(
@@ -245,7 +245,7 @@ class InputProcessor:
             sequences = [tuple(self._encode("bad_words", f, False)) for f in (bare, " " + bare)]
             sequences = [s for s in sequences if s]
             if not bare or not sequences:
-                raise InvalidRequestError("bad_words", f"{show(word)} has no token")
+                raise InvalidRequestError("bad_words", f"{shown(word)} has no token")
             self._check_ids("bad_words", itertools.chain(*sequences))
             found.update(dict.fromkeys(sequences))
         return _shortest_ends(found)

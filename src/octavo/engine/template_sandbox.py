@@ -36,13 +36,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter it leaves < > & ' as they are: a prompt is no HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -15,9 +15,8 @@ from typing import Any
 
 import tokenizers
 
-from octavo.config.fields import shown
 from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
-from octavo.errors import InvalidRequestError, ModelLoadError
+from octavo.errors import InvalidRequestError, ModelLoadError, shown
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.safetensors import is_file, read_json
 

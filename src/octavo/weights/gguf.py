@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from octavo.config.fields import shown
 from octavo.config.model import ModelConfig
 from octavo.config.moe import MAX_EXPERTS
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo.config.fields import shown
-from octavo.errors import ConfigError, ModelLoadError
+from octavo.errors import ConfigError, ModelLoadError, shown
 from octavo.weights.demo_model import find_demo_model
 
 DEMO = "demo"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from octavo.config.fields import shown
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 from octavo.weights.upload import FileRange
 
 INDEX = "model.safetensors.index.json"

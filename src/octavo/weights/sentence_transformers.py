@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.encoder import PoolingType
-from octavo.config.fields import FieldReader, shown
+from octavo.config.fields import FieldReader
 from octavo.config.model import ModelConfig
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 from octavo.weights.safetensors import is_file, parse_json, read_json
 
 # As each version of the library spells it.
