@@ -6,8 +6,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -22,6 +22,8 @@ from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
 from octavo.outputs import EmbeddingRequestOutput, RequestOutput, RequestOutputKind
 from octavo.sampling_params import SamplingParams
 from octavo.weights.checkpoint import load_model_config
+
+_progress = partial(tqdm, desc="Requests", dynamic_ncols=True)
 
 
 class LLM:
@@ -48,9 +50,8 @@ class LLM:
         """
         engine = self._running()
         if isinstance(engine, EmbeddingEngine):
-            raise InvalidRequestError(
-                "model", f"{engine.config.model.path} is an embedding model: it has LLM.embed only"
-            )
+            text = f"{engine.config.model.path} is an embedding model: it has LLM.embed only"
+            raise InvalidRequestError("model", text)
         return engine
 
     def generate(
@@ -69,9 +70,7 @@ class LLM:
         """
         requests = self._process(prompts, sampling_params, priority)
         finished = {}
-        with tqdm(
-            total=len(requests), disable=not use_tqdm, desc="Requests", dynamic_ncols=True
-        ) as bar:
+        with _progress(total=len(requests), disable=not use_tqdm) as bar:
             for output in self._run(requests, RequestOutputKind.FINAL_ONLY):
                 finished[output.request_id] = output
                 bar.update()
@@ -141,18 +140,12 @@ class LLM:
         """
         engine = self._running()
         if not isinstance(engine, EmbeddingEngine):
-            raise InvalidRequestError(
-                "model", f"{engine.config.model.path} generates text: it has no LLM.embed"
-            )
+            text = f"{engine.config.model.path} generates text: it has no LLM.embed"
+            raise InvalidRequestError("model", text)
         pooling = engine.pooling(pooling_type, normalize)
         texts = [engine.process(one, truncate_prompt_tokens) for one in _as_list(prompts)]
-        outputs = tqdm(
-            engine.embed(texts, pooling),
-            total=len(texts),
-            disable=not use_tqdm,
-            desc="Requests",
-            dynamic_ncols=True,
-        )
+        news = engine.embed(texts, pooling)
+        outputs = _progress(news, total=len(texts), disable=not use_tqdm)
         return [
             EmbeddingRequestOutput(f"req-{next(self._ids)}", token_ids, output)
             for token_ids, output in zip(texts, outputs, strict=True)
@@ -198,12 +191,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _running(self) -> LLMEngine | EmbeddingEngine:
@@ -255,14 +243,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise InvalidRequestError(
-            "prompts", f"must be text, token ids or a list of these, not {kind}"
-        )
+        text = f"must be text, token ids or a list of these, not {type(prompts).__name__}"
+        raise InvalidRequestError("prompts", text)
     batch: list[Any] = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # one prompt of token ids
-    return batch
+    is_one_prompt = batch and all(isinstance(item, int) for item in batch)  # of token ids
+    return [batch] if is_one_prompt else batch
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

@@ -15,11 +15,7 @@ from octavo.config.engine import EngineConfig
 from octavo.config.resolve import finalise
 from octavo.core.request import EngineRequest
 from octavo.core.scheduler import Scheduler
-from octavo.core.scheduler_output import (
-    EngineCoreOutput,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from octavo.core.scheduler_output import EngineCoreOutput, SchedulerOutput, SchedulerStats
 from octavo.errors import DeviceLostError, EngineDeadError
 from octavo.executor.inline import InlineExecutor, PendingStep
 from octavo.logging import get_logger
@@ -43,6 +39,8 @@ class EngineCore:
             raise
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(self.config.scheduler, self.config.cache, num_blocks)
+        self.stats = self.scheduler.stats
+        self.has_work = self.scheduler.has_work
         self._depth = 2 if self.config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
@@ -64,10 +62,6 @@ class EngineCore:
         """
         if self._death is None:
             self.scheduler.abort(request_ids)
-
-    def has_work(self) -> bool:
-        """True while requests live, steps are not settled, or the runner must still free slots."""
-        return self.scheduler.has_work()
 
     def step(
         self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -99,15 +93,6 @@ class EngineCore:
             if self._check_integrity:
                 self.scheduler.check_integrity()
         return outputs
-
-    def drain(self) -> None:
-        """Settle every launched step and let the runner forget what ended."""
-        while self.has_work():
-            self.step()
-
-    def stats(self) -> SchedulerStats:
-        """Queue, pool and cache as of now."""
-        return self.scheduler.stats()
 
     def shutdown(self) -> None:
         """Stop the worker; launched steps finish first. May be called twice."""

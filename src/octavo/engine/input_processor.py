@@ -17,14 +17,16 @@ from typing import Any
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequestError, shown
+from octavo.errors import InvalidRequestError, expect, shown
 from octavo.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_LOGPROBS = ("logprobs", "prompt_logprobs")
 _MASK64 = 2**64 - 1
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,6 @@ class ProcessedInput:
     """None if the caller gave token ids only."""
     engine_requests: list[EngineRequest]
     """One a completion, in index order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    """A checked prompt with its parameters, before it is split into completions."""
-
-    text: str | None
-    token_ids: list[int]
-    cache_salt: str | None
-    params: SamplingParams
-    max_tokens: int
-    bad_words: tuple[tuple[int, ...], ...]
 
 
 class InputProcessor:
@@ -79,22 +69,24 @@ class InputProcessor:
         arrival_time: float | None = None,
     ) -> ProcessedInput:
         """n EngineRequests: `request_id` itself for n=1, else `request_id/0`, `.../1` and so on."""
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(
-                "request_id", f"must be non-empty text, not {shown(request_id)}"
-            )
-        resolved = self._resolve(prompt, params, priority)
-        params = resolved.params
+        _non_empty("request_id", request_id)
+        expect("sampling_params", params, SamplingParams, "SamplingParams")
+        expect("priority", priority, int, "an integer")
+        if priority and self._policy != "priority":
+            raise InvalidRequestError("priority", "needs scheduling_policy='priority'")
         if arrival_time is None:
             arrival_time = time.monotonic()
-        elif (
-            isinstance(arrival_time, bool)
-            or not isinstance(arrival_time, int | float)
-            or not abs(arrival_time) < sys.float_info.max  # NaN is not, either
-        ):
+        wanted = "seconds, a finite number"
+        if not abs(expect("arrival_time", arrival_time, (int, float), wanted)) < _LARGEST:  # or NaN
             raise InvalidRequestError(
-                "arrival_time", f"must be seconds, a finite number, not {shown(arrival_time)}"
+                "arrival_time", f"must be {wanted}, not {shown(arrival_time)}"
             )
+        text, token_ids, cache_salt = self.read_prompt(prompt)
+        max_tokens = self._room(len(token_ids), params.max_tokens)
+        params = self._check_logprobs(params)
+        self._check_token_ids(params)
+        bad_words = self._encode_bad_words(params)
+        self._check_something_is_left(params, bad_words)
         if params.seed is not None:
             seed = params.seed & _MASK64
         else:
@@ -104,36 +96,19 @@ class InputProcessor:
         requests = [
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
-                prompt_token_ids=resolved.token_ids,
+                prompt_token_ids=token_ids,
                 sampling_params=params if i == 0 else sibling_params,
                 seed=split_seed(seed, i),
                 eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
-                bad_words_token_ids=resolved.bad_words,
-                max_tokens=resolved.max_tokens,
+                bad_words_token_ids=bad_words,
+                max_tokens=max_tokens,
                 arrival_time=float(arrival_time),
                 priority=priority,
-                cache_salt=resolved.cache_salt,
+                cache_salt=cache_salt,
             )
             for i in range(params.n)
         ]
-        return ProcessedInput(resolved.text, requests)
-
-    def _resolve(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Resolved:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                "sampling_params", f"must be SamplingParams, not {shown(params)}"
-            )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError("priority", f"must be an integer, not {shown(priority)}")
-        if priority and self._policy != "priority":
-            raise InvalidRequestError("priority", "needs scheduling_policy='priority'")
-        text, token_ids, cache_salt = self.read_prompt(prompt)
-        max_tokens = self._room(len(token_ids), params.max_tokens)
-        params = self._check_logprobs(params)
-        self._check_token_ids(params)
-        bad_words = self._encode_bad_words(params)
-        self._check_something_is_left(params, bad_words)
-        return _Resolved(text, token_ids, cache_salt, params, max_tokens, bad_words)
+        return ProcessedInput(text, requests)
 
     def read_prompt(
         self, prompt: Prompt, max_length: int | None = None
@@ -150,21 +125,21 @@ class InputProcessor:
         text, given_ids, salt = (
             prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt")
         )
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise InvalidRequestError("cache_salt", f"must be non-empty text, not {shown(salt)}")
-        if text is not None and not isinstance(text, str):
-            raise InvalidRequestError("prompt", f"must be text, not {shown(text)}")
+        if salt is not None:
+            _non_empty("cache_salt", salt)
+        if text is not None:
+            expect("prompt", text, str, "text")
         if given_ids is None:
             if text is None:
                 raise InvalidRequestError("prompt", "neither prompt nor prompt_token_ids is given")
             field, token_ids = "prompt", self._encode("prompt", text, max_length=max_length)
         else:
             field = "prompt_token_ids"
-            if isinstance(given_ids, str | bytes) or not isinstance(given_ids, Sequence):
+            if isinstance(given_ids, str | bytes):
                 raise InvalidRequestError(
                     field, f"must be a list of integers, not {shown(given_ids)}"
                 )
-            token_ids = list(given_ids)[:max_length]
+            token_ids = list(expect(field, given_ids, Sequence, "a list of integers"))[:max_length]
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         self._check_ids(field, token_ids)
@@ -175,31 +150,21 @@ class InputProcessor:
         room = self._max_model_len - num_prompt_tokens
         if room < (0 if max_tokens == 0 else 1):
             wanted = "" if max_tokens == 0 else " and at least one output token"
-            raise InvalidRequestError(
-                "prompt",
-                f"{num_prompt_tokens} prompt tokens{wanted} do not fit "
-                f"into max_model_len={self._max_model_len}",
-            )
+            text = f"{num_prompt_tokens} prompt tokens{wanted} do not fit into max_model_len="
+            raise InvalidRequestError("prompt", f"{text}{self._max_model_len}")
         return room if max_tokens is None else min(room, max_tokens)
 
     def _check_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Apply max_logprobs; -1 becomes the size of the vocabulary."""
-        return dataclasses.replace(
-            params,
-            logprobs=self._num_logprobs("logprobs", params.logprobs),
-            prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
-        )
-
-    def _num_logprobs(self, field: str, value: int | None) -> int | None:
-        if value is None:
-            return None
         limit = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
-        wanted = self._vocab_size if value == -1 else value
-        if wanted > limit:
-            raise InvalidRequestError(
-                field, f"{shown(value)} a position is more than the {limit} this engine allows"
-            )
-        return wanted
+        wanted: dict[str, Any] = {name: getattr(params, name) for name in _LOGPROBS}
+        for field, value in wanted.items():
+            if value == -1:
+                wanted[field] = value = self._vocab_size
+            if value is not None and value > limit:
+                text = f"{shown(value)} a position is more than the {limit} this engine allows"
+                raise InvalidRequestError(field, text)
+        return dataclasses.replace(params, **wanted)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
@@ -213,16 +178,11 @@ class InputProcessor:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidRequestError(field, f"token id {shown(token_id)} is not an integer")
             if not 0 <= token_id < limit:
-                raise InvalidRequestError(
-                    field, f"token id {shown(token_id)} is outside the vocabulary of {limit}"
-                )
+                text = f"token id {shown(token_id)} is outside the vocabulary of {limit}"
+                raise InvalidRequestError(field, text)
 
     def _encode(
-        self,
-        field: str,
-        text: str,
-        add_special_tokens: bool = True,
-        max_length: int | None = None,
+        self, field: str, text: str, special_tokens: bool = True, max_length: int | None = None
     ) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(field, "text needs a tokenizer; this engine takes token ids")
@@ -233,7 +193,7 @@ class InputProcessor:
         try:
             if max_length is not None:
                 return self._tokenizer.encode_cut(text, max_length)
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens)
         except InvalidRequestError as exc:
             raise InvalidRequestError(field, exc.message) from exc
 
@@ -270,6 +230,11 @@ class InputProcessor:
         if allowed is not None:
             raise InvalidRequestError("allowed_token_ids", f"{cause} leaves none of them")
         raise InvalidRequestError(cause, "leaves no token of the vocabulary")
+
+
+def _non_empty(field: str, value: Any) -> None:
+    if not expect(field, value, str, "non-empty text"):
+        raise InvalidRequestError(field, "must not be empty")
 
 
 def _shortest_ends(sequences: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

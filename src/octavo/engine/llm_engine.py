@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
-from octavo.config.engine import EngineArgs, EngineConfig
+from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.config.resolve import resolve
 from octavo.core.scheduler_output import EngineCoreOutput, SchedulerStats
@@ -41,25 +41,20 @@ class LLMEngine:
         if not args.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(args.tokenizer or model.path)
         self.chat_template = ChatTemplate.load(args.chat_template, self.tokenizer)
-        self._core = EngineCore(config)
+        self.core = EngineCore(config)
+        self.config = self.core.config
         self.metrics = EngineMetrics()
-        self._inputs = InputProcessor(self.config, self.tokenizer)
+        self.process = InputProcessor(self.config, self.tokenizer).process
+        """The first half of add_request: every check that does not depend on what is running.
+
+        Takes no turn: a long text is no reason for the others to wait.
+        """
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._sinks: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
         self._recorded: SchedulerStats | None = None
         self._to_abort: deque[str] = deque()
         self._turns = Turns()
-
-    @property
-    def config(self) -> EngineConfig:
-        """The resolved settings, with the reason of each."""
-        return self._core.config
-
-    @property
-    def core(self) -> EngineCore:
-        """The loop, for inspection."""
-        return self._core
 
     def add_request(
         self,
@@ -78,20 +73,6 @@ class LLMEngine:
         processed = self.process(request_id, prompt, params, priority, arrival_time)
         self.queue(request_id, processed, output_kind)
 
-    def process(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        priority: int = 0,
-        arrival_time: float | None = None,
-    ) -> ProcessedInput:
-        """The first half of add_request: every check that does not depend on what is running.
-
-        Takes no turn: a long text is no reason for the others to wait.
-        """
-        return self._inputs.process(request_id, prompt, params, priority, arrival_time)
-
     def queue(
         self,
         request_id: str,
@@ -107,7 +88,7 @@ class LLMEngine:
             self._outputs.add(parent)
             try:
                 for child in children:
-                    self._core.add_request(child)
+                    self.core.add_request(child)
             except BaseException:
                 self._abort([request_id])
                 raise
@@ -133,7 +114,7 @@ class LLMEngine:
                     return
                 self._pump(gate)
                 # Only then: looking through thousands of ended requests takes as long as a step.
-                idle = not sink and not self._core.has_work()
+                idle = not sink and not self.core.has_work()
                 if idle and not any(self._outputs.has_request(name) for name in request_ids):
                     raise EngineDeadError("the requests ended without an output")
 
@@ -174,21 +155,21 @@ class LLMEngine:
             self._abort_queued()
             if not self._outputs.num_requests:
                 self._drain(gate)
-            return self._core.scheduler.reset_prefix_cache()
+            return self.core.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Stop the worker. May be called twice; does nothing in a forked child, which has none."""
         if self._turns.forked:
             return
         with self._turns.take() as gate, gate.open():
-            self._core.shutdown()
+            self.core.shutdown()
 
     def _abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         outputs, children = self._outputs.abort(request_ids)
-        self._core.abort(children)
+        self.core.abort(children)
         for output in outputs:
-            if (sink := self._sinks.pop(output.request_id, None)) is not None:
-                sink.append(output)
+            if output.request_id in self._sinks:
+                self._sinks.pop(output.request_id).append(output)
         return outputs
 
     def _abort_queued(self) -> None:
@@ -204,34 +185,30 @@ class LLMEngine:
             self._pump(gate)
 
     def _is_busy(self) -> bool:
-        return bool(self._to_abort) or self._core.has_work()
+        return bool(self._to_abort) or self.core.has_work()
 
     def _pump(self, gate: InterruptGate) -> None:
         self._abort_queued()
-        news = self._core.step(gate.open)
-        with self._core.dead_if_it_fails():  # nobody would get this news a second time
+        news = self.core.step(gate.open)
+        with self.core.dead_if_it_fails():  # nobody would get this news a second time
             self._deliver(news)
         self._record_plans()
 
     def _deliver(self, news: list[EngineCoreOutput]) -> None:
         outputs, stopped = self._outputs.process(news)
         if stopped:
-            self._core.abort(stopped)
+            self.core.abort(stopped)
         if not self._sinks:
             self._unclaimed += outputs
             return
         for output in outputs:
-            sink = self._sinks.get(output.request_id)
-            if sink is None:
-                self._unclaimed.append(output)
-                continue
-            sink.append(output)
+            self._sinks.get(output.request_id, self._unclaimed).append(output)
             if output.finished:
-                del self._sinks[output.request_id]
+                self._sinks.pop(output.request_id, None)
 
     def _record_plans(self) -> None:
         """Every plan made since the last call; with overlap that may be none or several."""
-        log = self._core.step_log
+        log = self.core.step_log
         new = list(takewhile(lambda stats: stats is not self._recorded, reversed(log)))
         for stats in reversed(new):
             self.metrics.record_step(stats)
