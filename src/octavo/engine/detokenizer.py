@@ -22,8 +22,10 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._match: list[str | None] = [None]
+        self.depth = [0]
+        """By state: characters of text to hold back."""
+        self.match: list[str | None] = [None]
+        """By state: the stop string that ends here, if any."""
         for stop in stops:
             self._insert(stop)
         self._fail = [0] * len(self._next)
@@ -35,10 +37,10 @@ class StopStrings:
             if char not in self._next[state]:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._match.append(None)
+                self.depth.append(self.depth[state] + 1)
+                self.match.append(None)
             state = self._next[state][char]
-        self._match[state] = stop
+        self.match[state] = stop
 
     def _link(self) -> None:
         queue = list(self._next[0].values())
@@ -46,7 +48,7 @@ class StopStrings:
             for char, child in self._next[state].items():
                 self._fail[child] = self.step(self._fail[state], char)
                 # A state's own stop string is longer than any that only ends in it.
-                self._match[child] = self._match[child] or self._match[self._fail[child]]
+                self.match[child] = self.match[child] or self.match[self._fail[child]]
                 queue.append(child)
 
     def step(self, state: int, char: str) -> int:
@@ -55,19 +57,11 @@ class StopStrings:
             state = self._fail[state]
         return self._next[state].get(char, 0)
 
-    def match(self, state: int) -> str | None:
-        """The stop string that ends here, if any."""
-        return self._match[state]
-
     def open_state(self, state: int) -> int:
         """The longest prefix in `state` that a stop string still continues."""
         while state and not self._next[state]:
             state = self._fail[state]
         return state
-
-    def depth(self, state: int) -> int:
-        """Characters of text to hold back."""
-        return self._depth[state]
 
 
 class IncrementalDetokenizer:
@@ -137,14 +131,14 @@ class IncrementalDetokenizer:
         text = self._held + chars
         for end in range(len(self._held) + 1, len(text) + 1):
             self._state = self._stops.step(self._state, text[end - 1])
-            match = self._stops.match(self._state)
+            match = self._stops.match[self._state]
             if match is None:
                 continue
             if not inert:
                 self.stop_string, self._held = match, ""
                 return text[: end if self._keep_stop else end - len(match)]
             self._state = self._stops.open_state(self._state)
-        cut = len(text) - self._stops.depth(self._state)
+        cut = len(text) - self._stops.depth[self._state]
         self._held = text[cut:]
         return text[:cut]
 

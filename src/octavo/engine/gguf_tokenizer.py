@@ -75,28 +75,61 @@ _PRE = {
 SUPPORTED_PRE = tuple(_PRE)
 
 
+_ELSE = "Give a folder with the model's tokenizer.json as `tokenizer`."
+
+
+class _Metadata(NamedTuple):
+    """`tokenizer.ggml.*` of a file; every complaint names the file and the key."""
+
+    values: Mapping[str, Any]
+    source: str
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(f"tokenizer.ggml.{name}", default)
+
+    def error(self, name: str, text: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.source}: tokenizer.ggml.{name}{text}")
+
+    def texts(self, name: str) -> list[str]:
+        values = self.get(name)
+        if values is None:
+            raise ModelLoadError(f"{self.source}: no tokenizer.ggml.{name} in the metadata")
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(name, f": {shown(values)} is not a list of texts")
+        return values
+
+    def one_each(self, name: str, number: int) -> list[Any]:
+        """A list of so many values; empty if it is not there."""
+        values = self.get(name) or []
+        if not isinstance(values, list) or len(values) not in (0, number):
+            text = f": {shown(values)} is not one number for each of {number} tokens"
+            raise self.error(name, text)
+        return values
+
+    def bpe(self, name: str, **given: Any) -> Tokenizer:
+        """A tokenizer of this model; `name` is the key to blame."""
+        where = f"{self.source}: tokenizer.ggml.{name}"
+        return call_library(where, lambda: Tokenizer(models.BPE(**given)))
+
+
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by `tokenizer.ggml.*`; `source` names the file in errors."""
-    kind, pre = _kind(metadata)
+    meta = _Metadata(metadata, source)
+    kind = meta.get("model")
     if kind not in ("gpt2", "llama"):
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.model {shown(kind)} is not supported (supported: 'gpt2', a "
-            "byte-level BPE, and 'llama', SentencePiece). Give a folder with the model's "
-            "tokenizer.json as `tokenizer`."
-        )
-    tokens = _texts(metadata, "tokens", source)
+        text = "(supported: 'gpt2', a byte-level BPE, and 'llama', SentencePiece)"
+        raise meta.error("model", f" {shown(kind)} is not supported {text}. {_ELSE}")
+    tokens = meta.texts("tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     for i, token in enumerate(tokens):
         if vocab[token] != i:
-            raise ModelLoadError(
-                f"{source}: tokenizer.ggml.tokens: {shown(token)} is there twice, as {i} and "
-                f"{vocab[token]}"
-            )
-    types = _one_each(metadata, "token_type", tokens, source) or [_NORMAL] * len(tokens)
+            text = f": {shown(token)} is there twice, as {i} and {vocab[token]}"
+            raise meta.error("tokens", text)
+    types = meta.one_each("token_type", len(tokens)) or [_NORMAL] * len(tokens)
     if kind == "llama":
-        tokenizer = _sentencepiece(metadata, vocab, types, source)
+        tokenizer = _sentencepiece(meta, vocab, types)
     else:
-        tokenizer = _byte_level(metadata, vocab, pre, source)
+        tokenizer = _byte_level(meta, vocab)
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         chosen = [tokens[i] for i, token_type in enumerate(types) if token_type == wanted]
         tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in chosen])
@@ -105,37 +138,25 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 def starts_with_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether texts start with BOS where the file does not say, as in llama.cpp."""
-    kind, pre = _kind(metadata)
+    meta = _Metadata(metadata, "")
+    pre = meta.get("pre", "default")
     known = _PRE.get(pre) if isinstance(pre, str) else None
-    return kind == "llama" or (known is not None and known.whole_words)
+    return meta.get("model") == "llama" or (known is not None and known.whole_words)
 
 
-def _kind(metadata: Mapping[str, Any]) -> tuple[Any, Any]:
-    return metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-
-
-def _byte_level(
-    metadata: Mapping[str, Any], vocab: dict[str, int], pre: Any, source: str
-) -> Tokenizer:
+def _byte_level(meta: _Metadata, vocab: dict[str, int]) -> Tokenizer:
+    pre = meta.get("pre", "default")
     if not isinstance(pre, str) or pre not in _PRE:
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.pre {shown(pre)} is not supported "
-            f"(supported: {', '.join(SUPPORTED_PRE)}). Give a folder with the model's "
-            "tokenizer.json as `tokenizer`."
-        )
+        supported = f"(supported: {', '.join(SUPPORTED_PRE)})"
+        raise meta.error("pre", f" {shown(pre)} is not supported {supported}. {_ELSE}")
     family = _PRE[pre]
     merges: list[tuple[str, str]] = []
-    for merge in _texts(metadata, "merges", source):
+    for merge in meta.texts("merges"):
         left, space, right = merge.partition(" ")
         if not space:
-            raise ModelLoadError(f"{source}: tokenizer.ggml.merges: {shown(merge)} is no pair")
+            raise meta.error("merges", f": {shown(merge)} is no pair")
         merges.append((left, right))
-    tokenizer = Tokenizer(
-        call_library(
-            f"{source}: tokenizer.ggml.merges",
-            lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=family.whole_words),
-        )
-    )
+    tokenizer = meta.bpe("merges", vocab=vocab, merges=merges, ignore_merges=family.whole_words)
     if family.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -148,30 +169,18 @@ def _byte_level(
     return tokenizer
 
 
-def _sentencepiece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[Any], source: str
-) -> Tokenizer:
+def _sentencepiece(meta: _Metadata, vocab: dict[str, int], types: Sequence[Any]) -> Tokenizer:
     """SentencePiece's BPE: two neighbours merge where their sum is a piece, the best score first."""
-    scores = _one_each(metadata, "scores", vocab, source)
+    scores = meta.one_each("scores", len(vocab))
     if not scores or not all(isinstance(one, float) and math.isfinite(one) for one in scores):
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.scores: {shown(scores)} is not one finite number for each of "
-            f"{len(vocab)} tokens"
-        )
+        text = f": {shown(scores)} is not one finite number for each of {len(vocab)} tokens"
+        raise meta.error("scores", text)
     pieces = [token for token, i in vocab.items() if types[i] == _NORMAL and len(token) > 1]
     pieces.sort(key=lambda piece: -scores[vocab[piece]])
     merges = [pair for piece in pieces for pair in _splits(piece, vocab)]
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    if not isinstance(prefix, bool):
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.add_space_prefix: {shown(prefix)} is not true or false"
-        )
-    tokenizer = Tokenizer(
-        call_library(
-            f"{source}: tokenizer.ggml.tokens",
-            lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True),
-        )
-    )
+    if not isinstance(prefix := meta.get("add_space_prefix", True), bool):
+        raise meta.error("add_space_prefix", f": {shown(prefix)} is not true or false")
+    tokenizer = meta.bpe("tokens", vocab=vocab, merges=merges, byte_fallback=True)
     spaces = normalizers.Replace(" ", "▁")
     # As llama.cpp: also after each special token, but a text without letters stays empty.
     prepended = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
@@ -197,26 +206,3 @@ def call_library(where: str, build: Callable[[], _T]) -> _T:
         if type(exc).__name__ != "PanicException":  # Rust's panics are no Exception
             raise
         raise ModelLoadError(f"{where}: the tokenizers library failed: {exc}") from exc
-
-
-def _texts(metadata: Mapping[str, Any], name: str, source: str) -> Sequence[str]:
-    key = f"tokenizer.ggml.{name}"
-    if key not in metadata:
-        raise ModelLoadError(f"{source}: no {key} in the metadata")
-    values = metadata[key]
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ModelLoadError(f"{source}: {key}: {shown(values)} is not a list of texts")
-    return values
-
-
-def _one_each(
-    metadata: Mapping[str, Any], name: str, tokens: Sequence[str] | Mapping[str, int], source: str
-) -> list[Any]:
-    """The list `tokenizer.ggml.<name>`, one value a token; empty if it is not there."""
-    values = metadata.get(f"tokenizer.ggml.{name}") or []
-    if not isinstance(values, list) or len(values) not in (0, len(tokens)):
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.{name}: {shown(values)} is not one number for each of "
-            f"{len(tokens)} tokens"
-        )
-    return values

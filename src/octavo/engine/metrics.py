@@ -60,12 +60,8 @@ class Histogram:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "bounds": list(self.bounds),
-            "counts": list(self.counts),
-            "sum": self.sum,
-            "count": self.count,
-        }
+        counts = {"counts": list(self.counts), "sum": self.sum, "count": self.count}
+        return {"bounds": list(self.bounds), **counts}
 
 
 class WindowRate:
@@ -145,7 +141,7 @@ class EngineMetrics:
         """Prompt tokens of finished requests, cached ones included."""
         self.num_generation_tokens = 0
         self.num_steps = 0
-        self._stats: SchedulerStats | None = None
+        self._stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._prefill_rate = WindowRate(window, start)
         self._generation_rate = WindowRate(window, start)
 
@@ -177,26 +173,23 @@ class EngineMetrics:
         """A request ended with all its completions."""
         self.num_prompt_tokens += num_prompt_tokens
         self.histograms.prompt_tokens.observe(num_prompt_tokens)
-        for histogram, value in (
-            (self.histograms.queue_seconds, metrics.queue_time),
-            (self.histograms.e2e_seconds, metrics.e2e),
-        ):
-            if value is not None:
-                histogram.observe(value)
+        if metrics.queue_time is not None:
+            self.histograms.queue_seconds.observe(metrics.queue_time)
+        if metrics.e2e is not None:
+            self.histograms.e2e_seconds.observe(metrics.e2e)
 
     def snapshot(self, now: float | None = None) -> dict[str, Any]:
         """Everything as plain data: gauges, counters, rates (tokens per second), histograms."""
         now = time.monotonic() if now is None else now
         stats = self._stats
-        queries = stats.prefix_cache_queries if stats else 0
-        hits = stats.prefix_cache_hits if stats else 0
-        free = stats.num_free_blocks / stats.num_blocks if stats and stats.num_blocks else 1.0
+        queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
+        free = stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 1.0
         return {
-            "num_running": stats.num_running if stats else 0,
-            "num_waiting": stats.num_waiting if stats else 0,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
             "kv_cache_usage": 1.0 - free,
             "num_steps": self.num_steps,
-            "num_preemptions": stats.num_preemptions if stats else 0,
+            "num_preemptions": stats.num_preemptions,
             "prompt_tokens": self.num_prompt_tokens,
             "generation_tokens": self.num_generation_tokens,
             "completions": {reason.value: self.finished[reason] for reason in FinishReason},

@@ -126,20 +126,11 @@ class ParentRequest:
         return self._output(outputs, None)
 
     def _output(
-        self,
-        outputs: list[CompletionOutput],
-        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+        self, outputs: list[CompletionOutput], scores: list[dict[int, Logprob] | None] | None
     ) -> RequestOutput:
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            outputs,
-            self.num_running == 0,
-            prompt_logprobs,
-            self.num_cached_tokens,
-            self.metrics,
-        )
+        asked = self.request_id, self.prompt, self.prompt_token_ids
+        counted = self.num_cached_tokens, self.metrics
+        return RequestOutput(*asked, outputs, self.num_running == 0, scores, *counted)
 
 
 class OutputProcessor:
@@ -177,9 +168,7 @@ class OutputProcessor:
         parent = ParentRequest(
             request_id=request_id,
             prompt=prompt_text,
-            prompt_token_ids=list(
-                first.prompt_token_ids
-            ),  # the caller's own, to change as it likes
+            prompt_token_ids=[*first.prompt_token_ids],  # the caller's own, to change as it likes
             kind=output_kind or params.output_kind or RequestOutputKind.CUMULATIVE,
             metrics=RequestMetrics(first.arrival_time),
             num_running=len(engine_requests),
@@ -189,11 +178,9 @@ class OutputProcessor:
             output = CompletionOutput(index)
             if params.logprobs is not None:
                 output.logprobs, output.cumulative_logprob = [], 0.0
-            detokenizer = None
+            detokenizer, ids = None, request.prompt_token_ids
             if self._tokenizer is not None and params.detokenize:
-                detokenizer = IncrementalDetokenizer(
-                    self._tokenizer, request.prompt_token_ids, params
-                )
+                detokenizer = IncrementalDetokenizer(self._tokenizer, ids, params)
             completion = _Completion(request.request_id, parent, output, detokenizer)
             parent.completions.append(completion)
         return parent
@@ -253,7 +240,7 @@ class OutputProcessor:
                 try:
                     if completion.detokenizer is not None:
                         completion.add_text(completion.detokenizer.update((), finished=True))
-                    self._finish(completion, FinishReason.ABORT, None, now)
+                    self._finish(completion, FinishReason.ABORT, now)
                 except Exception as error:
                     self._end_alone(completion, error, now)
             parents[request_id] = parent
@@ -280,7 +267,7 @@ class OutputProcessor:
         logger.error("output of request %s failed", completion.request_id, exc_info=error)
         completion.output.error = f"{type(error).__name__}: {error}"
         if not completion.output.finished:
-            self._finish(completion, FinishReason.ERROR, None, now)
+            self._finish(completion, FinishReason.ERROR, now)
 
     def _apply(
         self, completion: _Completion, news: EngineCoreOutput, now: float, gaps: list[float]
@@ -303,10 +290,12 @@ class OutputProcessor:
             self._add_tokens(completion, news, num_tokens, now)
             completion.times.add(num_tokens, now, gaps)
         if detokenizer is not None and detokenizer.stop_string is not None:
-            self._finish(completion, FinishReason.STOP, detokenizer.stop_string, now)
+            completion.output.stop_reason = detokenizer.stop_string
+            self._finish(completion, FinishReason.STOP, now)
         elif news.finish_reason is not None:
             completion.output.error = news.error
-            self._finish(completion, news.finish_reason, news.stop_reason, now)
+            completion.output.stop_reason = news.stop_reason
+            self._finish(completion, news.finish_reason, now)
         return num_tokens
 
     def _add_text(
@@ -339,16 +328,9 @@ class OutputProcessor:
         metrics.last_token_time = now
         metrics.num_generation_tokens += num_tokens
 
-    def _finish(
-        self,
-        completion: _Completion,
-        reason: FinishReason,
-        stop_reason: int | str | None,
-        now: float,
-    ) -> None:
+    def _finish(self, completion: _Completion, reason: FinishReason, now: float) -> None:
         """Forget the completion; what cannot be counted is logged, for nobody is left to fail."""
         completion.output.finish_reason = reason
-        completion.output.stop_reason = stop_reason
         completion.changed = True
         del self._completions[completion.request_id]
         parent = completion.parent
@@ -375,8 +357,7 @@ class OutputProcessor:
     def _decode(self, token_id: int) -> str | None:
         if self._tokenizer is None:
             return None
-        text = self._decoded.get(token_id)
-        if text is None:
+        if (text := self._decoded.get(token_id)) is None:
             text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
             self._decoded[token_id] = text
         return text

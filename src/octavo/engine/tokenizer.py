@@ -47,8 +47,8 @@ class Tokenizer:
         """bos_token, eos_token, unk_token, pad_token as text, those that exist."""
         self.chat_template = chat_template
         """Jinja source, or None."""
-        self.bos_token_id = self._named_id("bos_token")
-        self.eos_token_id = self._named_id("eos_token")
+        self.bos_token_id = self.token_to_id(self.special_tokens_map.get("bos_token"))
+        self.eos_token_id = self.token_to_id(self.special_tokens_map.get("eos_token"))
         for name, token_id in (("eos_token", self.eos_token_id), ("bos_token", self.bos_token_id)):
             if token_id is None and name in self.special_tokens_map and (add_bos or name[0] == "e"):
                 text = shown(self.special_tokens_map[name])
@@ -77,17 +77,16 @@ class Tokenizer:
         for name, short in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):
             key = f"tokenizer.ggml.{short}_token_id"
             if (token_id := meta.get(key)) is not None:
-                token = backend.id_to_token(token_id) if _is_id(token_id) else None
-                if token is None:
+                is_id = type(token_id) is int and 0 <= token_id < _MAX_VOCAB
+                if not is_id or (token := backend.id_to_token(token_id)) is None:
                     raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
+        key = "tokenizer.chat_template"
         return cls(
             backend,
             special_tokens_map=named,
             add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), starts_with_bos(meta)),
-            chat_template=_default_template(
-                meta.get("tokenizer.chat_template"), f"{path}: tokenizer.chat_template"
-            ),
+            chat_template=_default_template(meta.get(key), f"{path}: {key}"),
             source=str(path),
         )
 
@@ -108,17 +107,17 @@ class Tokenizer:
                     named.pop(name, None)
                     if text := _token_text(config[name], f"{source}: {name}"):
                         named[name] = text
-        jinja = folder / "chat_template.jinja"
-        if is_file(jinja):
-            template: str | None = _read_text(jinja)
-        else:
-            where = f"{settings_file}: chat_template"
-            template = _default_template(config.get("chat_template"), where)
+        template, where = config.get("chat_template"), f"{settings_file}: chat_template"
+        if is_file(jinja := folder / "chat_template.jinja"):  # wins
+            try:
+                template, where = jinja.read_text("utf-8"), str(jinja)
+            except (OSError, UnicodeDecodeError) as exc:
+                raise ModelLoadError(f"{jinja}: unreadable ({exc})") from exc
         return cls(
             backend,
             special_tokens_map=named,
             add_bos=_flag(config, "add_bos_token", str(settings_file), False),
-            chat_template=template,
+            chat_template=_default_template(template, where),
             source=str(folder),
         )
 
@@ -147,8 +146,7 @@ class Tokenizer:
         """What one token adds to the text inside a longer sequence; b"" for unknown ids."""
         if not 0 <= token_id < self.vocab_size:
             return b""
-        known = self._bytes.get(token_id)
-        if known is None:
+        if (known := self._bytes.get(token_id)) is None:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
@@ -168,12 +166,8 @@ class Tokenizer:
         """Tokens that `encode` adds to a text's own, but for a BOS of `add_bos`."""
         return int(self.backend.num_special_tokens_to_add(False))
 
-    def token_to_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str | None) -> int | None:
         """The id of a vocabulary entry, or None."""
-        return self.backend.token_to_id(token)
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens_map.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
     def _compute_bytes(self, token_id: int) -> bytes:
@@ -217,29 +211,13 @@ def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return True, False, ""
-    if kinds & {"Replace", "Metaspace"} and kinds <= {
-        "Replace",
-        "Metaspace",
-        "ByteFallback",
-        "Fuse",
-        "Strip",
-    }:
+    spaced = {"Replace", "Metaspace"}
+    if kinds & spaced and kinds <= spaced | {"ByteFallback", "Fuse", "Strip"}:
         never = any(step.get("prepend_scheme") == "never" for step in steps)
         return False, bool(kinds & {"Strip", "Metaspace"}) and not never, ""
     if kinds == {"WordPiece"} and (prefix := state.get("prefix")):
         return False, True, str(prefix)
     raise ModelLoadError(f"tokenizer.json: decoder {state or None} is not supported")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ModelLoadError(f"{path}: unreadable ({exc})") from exc
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_VOCAB
 
 
 def _flag(config: Mapping[str, Any], key: str, where: str, default: bool) -> bool:

@@ -31,15 +31,6 @@ class CpuModelRunner(ModelRunner):
             sample_slots=slots[picked],
         )
 
-    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self._model.forward(
-            batch.input_ids,
-            batch.common,
-            self._kv_caches,
-            self._backend.build_metadata(batch.common),
-        )
-        return hidden, self._model.compute_logits(hidden[batch.logits_indices])
-
     def _mark(self) -> None:
         return None
 

@@ -46,12 +46,7 @@ def probe_device(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceFacts
             raise ConfigError(f"device='cuda': {problem}")
         if torch.cuda.is_available():
             logger.warning("running on the CPU: %s", problem)
-    return DeviceFacts(
-        kind="cpu",
-        name=cpu_name(),
-        num_threads=torch.get_num_threads(),
-        available_bytes=available_memory(),
-    )
+    return DeviceFacts("cpu", cpu_name(), torch.get_num_threads(), available_memory())
 
 
 def _gpu_problem() -> str | None:

@@ -33,11 +33,9 @@ class EncoderWorker:
         hidden = self._model(texts)
         pooled = [pool(one, pooling.pooling_type, pooling.normalize) for one in hidden]
         vectors = torch.stack(pooled).cpu()
-        outputs = []
-        for vector in vectors:
-            if bool(vector.isfinite().all()):
-                outputs.append(EmbeddingOutput(vector.tolist()))
-            else:
-                error = f"the embedding is not finite in {self._dtype}"
-                outputs.append(EmbeddingOutput([], error))
-        return outputs
+        error = f"the embedding is not finite in {self._dtype}"
+        are_finite = vectors.isfinite().all(1).tolist()
+        return [
+            EmbeddingOutput(vector) if is_finite else EmbeddingOutput([], error)
+            for vector, is_finite in zip(vectors.tolist(), are_finite, strict=True)
+        ]

@@ -64,15 +64,7 @@ class GpuModelRunner(ModelRunner):
             SamplingParams(top_p=0.9, top_k=10, min_p=0.01),
         ):
             self._sampling.add(0, EngineRequest("warm-up", [0], params, seed=0))
-            self._sampler.launch(
-                self._empty_logits(1),
-                [0],
-                self._inputs.sample_slots[:1].zero_(),
-                self._sampling,
-                self.slots.token_ids,
-                self.slots.num_tokens,
-                self.slots.num_prompt_tokens,
-            )
+            self._launch(self._empty_logits(1), [0], self._inputs.sample_slots[:1].zero_())
             self._sampling.remove(0)
         if self._graphs is None:
             for size in (1, 32, 96):  # one of each tile of the small products
@@ -113,24 +105,13 @@ class GpuModelRunner(ModelRunner):
                 num_sampled = len(batch.sample_slots)
                 self._last_result = hidden[: batch.num_tokens], self._logits[:num_sampled]
             return self._last_result
-        hidden = self._model.forward(
-            batch.input_ids,
-            batch.common,
-            self._kv_caches,
-            self._backend.build_metadata(batch.common),
-        )
-        return hidden, self._model.compute_logits(hidden[batch.logits_indices])
+        return super()._forward(batch)
 
     def _forward_bucket(self, num_tokens: int) -> torch.Tensor:
         """A padded step from the inputs to the logits, at fixed addresses. Returns hidden states."""
         num_requests = min(num_tokens, self._max_num_seqs)
         common = self._inputs.common(num_requests, num_tokens)
-        hidden = self._model.forward(
-            self._inputs.input_ids[:num_tokens],
-            common,
-            self._kv_caches,
-            self._backend.build_metadata(common),
-        )
+        hidden = self._hidden(self._inputs.input_ids[:num_tokens], common)
         picked = hidden[self._inputs.logits_indices[:num_requests]]
         self._model.compute_logits(picked, out=self._logits[:num_requests])
         return hidden
@@ -138,16 +119,15 @@ class GpuModelRunner(ModelRunner):
     def _sample(
         self, batch: ForwardBatch, logits: torch.Tensor, sampled_slots: list[int]
     ) -> DeviceSample:
-        return self._sampler.launch(
-            logits,
-            sampled_slots,
-            batch.sample_slots,
-            self._sampling,
-            self.slots.token_ids,
-            self.slots.num_tokens,
-            self.slots.num_prompt_tokens,
-            repeats=batch.bucket is not None,
-        )
+        repeats = batch.bucket is not None
+        return self._launch(logits, sampled_slots, batch.sample_slots, repeats)
+
+    def _launch(
+        self, logits: torch.Tensor, slots: list[int], rows: torch.Tensor, repeats: bool = False
+    ) -> DeviceSample:
+        mine = self.slots
+        known = mine.token_ids, mine.num_tokens, mine.num_prompt_tokens
+        return self._sampler.launch(logits, slots, rows, self._sampling, *known, repeats=repeats)
 
     def _mark(self) -> torch.cuda.Event:
         done = self._ends.pop(0)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.request import EngineRequest
@@ -23,7 +23,8 @@ from octavo.kv_transfer.connector import KVConnectorWorker, NullWorkerConnector
 from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
-from octavo.sample.sampler import CollectedSample
+from octavo.sample.device_sampler import DeviceSample
+from octavo.sample.sampler import SamplerOutput
 from octavo.sample.state import SamplingState
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.prompt_scores import PromptScorer
@@ -32,20 +33,8 @@ from octavo.worker.request_slots import RequestSlots
 logger = get_logger(__name__)
 
 
-class PendingSample(Protocol):
-    """Tokens that the device is still choosing."""
-
-    def collect(self) -> CollectedSample:
-        """The tokens, once the step is done."""
-        ...
-
-
-class Done(Protocol):
-    """The end of a step's work on the device: a torch.cuda.Event."""
-
-    def synchronize(self) -> None:
-        """Wait for it. May be called again after an interrupt."""
-        ...
+PendingSample = SamplerOutput | DeviceSample
+"""Tokens that the device is still choosing; `collect` gives them, once the step is done."""
 
 
 @dataclass(slots=True)
@@ -61,10 +50,6 @@ class _Resident:
     @property
     def num_top(self) -> int | None:
         return self.engine_request.sampling_params.prompt_logprobs
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.engine_request.prompt_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +85,7 @@ class LaunchedStep:
     request_ids: list[str] = field(default_factory=list)
     """Requests of the sampled rows, in row order."""
     sampled: PendingSample | None = None
-    done: Done | None = None
+    done: torch.cuda.Event | None = None
     """None if the device was done when the launch returned."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -177,9 +162,14 @@ class ModelRunner(ABC):
     def _prepare(self, rows: StepRows) -> ForwardBatch:
         """The tensors of a step, and num_computed_tokens advanced."""
 
-    @abstractmethod
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Final hidden states (T, hidden_size) and logits (S, vocab_size)."""
+        hidden = self._hidden(batch.input_ids, batch.common)
+        return hidden, self._model.compute_logits(hidden[batch.logits_indices])
+
+    def _hidden(self, input_ids: torch.Tensor, common: CommonAttentionMetadata) -> torch.Tensor:
+        metadata = self._backend.build_metadata(common)
+        return self._model.forward(input_ids, common, self._kv_caches, metadata)
 
     @abstractmethod
     def _sample(
@@ -188,7 +178,7 @@ class ModelRunner(ABC):
         """Choose a token a row, and append it to its request slot on the device."""
 
     @abstractmethod
-    def _mark(self) -> Done | None:
+    def _mark(self) -> torch.cuda.Event | None:
         """The end of what was queued so far."""
 
     @torch.inference_mode()
@@ -278,23 +268,18 @@ class ModelRunner(ABC):
         for name, start, end in rows.scored:
             resident = self._residents[name]
             self._scorer.keep(hidden[start:end], slot_mapping[start:end])
-            num_top, positions = resident.num_top, self._positions_to_score(name, resident)
-            if num_top is None or not positions:
+            slot, first, num_top = self.slots.slot_of[name], resident.next_score, resident.num_top
+            stop = int(self._num_computed[slot]) + 1
+            stop = min(stop, len(resident.engine_request.prompt_token_ids))
+            if num_top is None or first >= stop:
                 continue
+            resident.next_score = stop
             try:
-                step.prompt_logprobs[name] = self._score(name, positions, num_top)
+                step.prompt_logprobs[name] = self._score(slot, range(first, stop), num_top)
             except FloatingPointError as error:
                 step.errors[name] = str(error)
 
-    def _positions_to_score(self, name: str, resident: _Resident) -> range:
-        num_computed = int(self._num_computed[self.slots.slot_of[name]])
-        end = min(num_computed + 1, resident.num_prompt_tokens)
-        positions = range(resident.next_score, end)
-        resident.next_score = max(resident.next_score, end)
-        return positions
-
-    def _score(self, request_id: str, positions: range, num_top: int) -> list[TokenLogprobs]:
-        slot = self.slots.slot_of[request_id]
+    def _score(self, slot: int, positions: range, num_top: int) -> list[TokenLogprobs]:
         targets = torch.arange(positions.start, positions.stop, device=self._device)
         sources = targets - 1
         blocks = self.slots.block_tables[0, slot, sources // self._block_size].to(torch.int64)

@@ -34,16 +34,9 @@ class StepInputs:
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.logits_indices = zeros(max_num_seqs, dtype=torch.int64)
         self.sample_slots = zeros(max_num_seqs)
-        self._outputs = (
-            self.input_ids,
-            self._positions,
-            self._slot_mapping,
-            self._seq_lens,
-            self._query_start_loc,
-            self._block_tables,
-            self.logits_indices,
-            self.sample_slots,
-        )
+        per_token = self.input_ids, self._positions, self._slot_mapping
+        per_request = self._seq_lens, self._query_start_loc, self._block_tables
+        self._outputs = *per_token, *per_request, self.logits_indices, self.sample_slots
         self._staging.stage([])
         self.fill_again: Callable[[], None]
         """Queue it for the next step of the same requests with the same numbers of tokens."""

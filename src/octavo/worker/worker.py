@@ -175,10 +175,8 @@ class Worker:
         slots.block_tables.copy_(block_ids.view_as(slots.block_tables))
         rows = torch.arange(len(lens), device=self._device)
         common, input_ids = build_common_metadata(slots, rows, lens, longest, block_size)
-        kv_caches = self._allocate(num_blocks + 1)
-        hidden = self._model.forward(
-            input_ids, common, kv_caches, self._backend.build_metadata(common)
-        )
+        kv_caches, metadata = self._allocate(num_blocks + 1), self._backend.build_metadata(common)
+        hidden = self._model.forward(input_ids, common, kv_caches, metadata)
         self._model.compute_logits(hidden[: scheduler.max_num_seqs])
 
 
