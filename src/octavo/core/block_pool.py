@@ -33,6 +33,10 @@ class Prefix:
     """For each KV group the block that can be hit."""
 
 
+Content = tuple[Prefix | None, tuple[int, ...], ExtraKeys]
+"""What makes a Prefix: parent, token_ids, extra_keys."""
+
+
 @dataclass(slots=True, eq=False)
 class KVBlock:
     """One block. The fields after ref_count describe its content while it can be hit."""
@@ -149,43 +153,23 @@ class BlockPool:
         for block in blocks:
             assert block.ref_count > 0, f"block {block.block_id} is freed but nobody holds it"
             block.ref_count -= 1
-            if block.ref_count > 0:
-                continue
-            if block.prefix is None:
+            if block.ref_count == 0 and block.prefix is None:
                 self._free.prepend(block)  # nothing to lose: reuse it before any cached content
-            else:
+            elif block.ref_count == 0:
                 self._free.append(block)
 
-    def find(
-        self,
-        block_hash: bytes,
-        parent: Prefix | None,
-        token_ids: tuple[int, ...],
-        extra_keys: ExtraKeys,
-    ) -> Prefix | None:
+    def find(self, block_hash: bytes, content: Content) -> Prefix | None:
         """Exactly this content after exactly that prefix, or None: no hash is trusted."""
         prefix = self._prefixes.get(block_hash)
-        if (
-            prefix is None
-            or prefix.parent is not parent
-            or prefix.token_ids != token_ids
-            or prefix.extra_keys != extra_keys
-        ):
+        if prefix is None or prefix.parent is not content[0]:
             return None
-        return prefix
+        return prefix if (prefix.token_ids, prefix.extra_keys) == content[1:] else None
 
-    def name(
-        self,
-        block_hash: bytes,
-        parent: Prefix | None,
-        token_ids: tuple[int, ...],
-        extra_keys: ExtraKeys,
-    ) -> Prefix:
+    def name(self, block_hash: bytes, content: Content) -> Prefix:
         """The same, made if need be. Other content under this hash can't be found any more."""
-        prefix = self.find(block_hash, parent, token_ids, extra_keys)
+        prefix = self.find(block_hash, content)
         if prefix is None:
-            prefix = Prefix(parent, token_ids, extra_keys, [None] * self.num_groups)
-            self._prefixes[block_hash] = prefix
+            prefix = self._prefixes[block_hash] = Prefix(*content, [None] * self.num_groups)
         return prefix
 
     def cache_block(

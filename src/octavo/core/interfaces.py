@@ -1,4 +1,4 @@
-"""What the core asks of the layers above it, as protocols, so that it imports none of them."""
+"""What the core asks of the layers above it, so that it imports none of them."""
 
 from __future__ import annotations
 
@@ -22,60 +22,27 @@ class Executor(Protocol):
         ...
 
 
-class KVConnectorScheduler(Protocol):
-    """Scheduler role of a KV connector: finds K/V outside this engine and arranges its transfer."""
+class KVConnectorScheduler:
+    """Scheduler role of a KV connector: finds K/V outside this engine and arranges its transfer.
+
+    This one is no connector: nothing is found elsewhere and nothing is kept.
+    """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Tokens past `num_computed_tokens` that can be loaded, and whether that takes time."""
-        ...
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: list[int], num_external_tokens: int
-    ) -> None:
-        """The blocks that will receive the loaded tokens."""
-        ...
-
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """The message to the worker role that travels with this plan."""
-        ...
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """True if the blocks must stay until the connector says they were sent."""
-        ...
-
-
-class NullConnector:
-    """No connector: nothing is found elsewhere and nothing is kept."""
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Nothing."""
         return 0, False
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[int], num_external_tokens: int
     ) -> None:
-        """Nothing to do."""
+        """The blocks that will receive the loaded tokens."""
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """No message."""
+        """The message to the worker role that travels with this plan."""
         return None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """Blocks may be freed at once."""
+        """True if the blocks must stay until the connector says they were sent."""
         return False
-
-
-class GrammarState(Protocol):
-    """Per-request state of a compiled grammar; the scheduler asks only these."""
-
-    def ready(self) -> bool:
-        """False while the grammar is being compiled."""
-        ...
-
-    def advance(self, token_ids: list[int]) -> None:
-        """Accept sampled tokens; raises if the grammar forbids one."""
-        ...

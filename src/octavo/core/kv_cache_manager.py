@@ -7,11 +7,11 @@ when blocks are computed and when freed blocks may really return.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.block_hash import HashFunction, hash_block, request_extra_keys
-from octavo.core.block_pool import NULL_BLOCK_ID, BlockPool, KVBlock, Prefix
+from octavo.core.block_pool import NULL_BLOCK_ID, BlockPool, Content, KVBlock, Prefix
 from octavo.core.request import Request
 
 
@@ -37,12 +37,12 @@ NO_HITS = KVCacheBlocks()
 class _BlockTable:
     groups: list[list[KVBlock]]
     """Of each KV group, equally long. What a window has passed is the null block."""
+    num_passed: list[int]
+    """Of each group: leading null blocks."""
     num_cached_blocks: int = 0
     """Leading blocks that were offered to the prefix map, hits included."""
     prefix: Prefix | None = None
     """Content of these leading blocks."""
-    num_passed: list[int] = field(default_factory=list)
-    """Of each group: leading null blocks."""
 
     def held(self) -> Iterable[KVBlock]:
         """All blocks, tail first, so that the start of the prefix is reused last."""
@@ -126,14 +126,11 @@ class KVCacheManager:
         needs_hidden = owes_prompt_scores(request)
         if not self.pool.enable_caching or (needs_hidden and windows[0] is not None):
             return NO_HITS, 0
-        extra_keys = request_extra_keys(request.engine_request)
         found: list[list[KVBlock]] = [[] for _ in windows]
         begins = [0] * len(windows)  # of the blocks that were found without a gap, by group
         num_hits, prefix, hit_prefix = 0, None, None
         for index in range((request.num_tokens - 1) // self.block_size):
-            token_ids = self._block_token_ids(request, index)
-            block_hash = self._block_hash(request, index, token_ids)
-            prefix = self.pool.find(block_hash, prefix, token_ids, extra_keys)
+            prefix = self.pool.find(*self._content(request, index, prefix))
             if prefix is None:
                 break
             for group, block in enumerate(prefix.blocks):
@@ -172,8 +169,7 @@ class KVCacheManager:
             return None
         table = self._tables.get(request.request_id)
         if table is None:
-            table = _BlockTable([[] for _ in self.layout.windows])
-            table.num_passed = [0] * self._num_groups
+            table = _BlockTable([[] for _ in self.layout.windows], [0] * self._num_groups)
             self._tables[request.request_id] = table
         start = len(table.groups[0])
         if len(hits):
@@ -212,14 +208,11 @@ class KVCacheManager:
             self._drop_passed(table, num_computed_tokens)
 
     def _offer(self, request: Request, table: _BlockTable, num_full: int) -> None:
-        extra_keys = request_extra_keys(request.engine_request)
         # Hidden states are kept for prompt positions only; a block counts if all of it has them.
         keeps_hidden = request.engine_request.sampling_params.prompt_logprobs is not None
         num_hidden_blocks = request.num_prompt_tokens // self.block_size if keeps_hidden else 0
         for index in range(table.num_cached_blocks, num_full):
-            token_ids = self._block_token_ids(request, index)
-            block_hash = self._block_hash(request, index, token_ids)
-            table.prefix = self.pool.name(block_hash, table.prefix, token_ids, extra_keys)
+            table.prefix = self.pool.name(*self._content(request, index, table.prefix))
             has_hidden = index < num_hidden_blocks
             for group, blocks in enumerate(table.groups):
                 self.pool.cache_block(blocks[index], table.prefix, has_hidden and group == 0, group)
@@ -262,9 +255,8 @@ class KVCacheManager:
             counts[block.block_id] += 1
         for block in self.pool.blocks:
             held = counts[block.block_id]
-            assert block.ref_count == held, (
-                f"block {block.block_id}: ref_count {block.ref_count} but {held} holders"
-            )
+            name = f"block {block.block_id}"
+            assert block.ref_count == held, f"{name}: ref_count {block.ref_count}, {held} holders"
 
     def _num_held(self, request: Request) -> int:
         table = self._tables.get(request.request_id)
@@ -276,23 +268,20 @@ class KVCacheManager:
         """Of each group the first block that is seen after so many tokens."""
         return [self.layout.first_block(window, num_tokens) for window in self.layout.windows]
 
-    def _block_token_ids(self, request: Request, index: int) -> tuple[int, ...]:
-        start = index * self.block_size
-        end = start + self.block_size
-        prompt = request.engine_request.prompt_token_ids
-        if end <= len(prompt):
-            return tuple(prompt[start:end])
-        output = request.output_token_ids
-        split = len(prompt)
-        return (*prompt[start:end], *output[max(0, start - split) : end - split])
-
-    def _block_hash(self, request: Request, index: int, token_ids: tuple[int, ...]) -> bytes:
+    def _content(
+        self, request: Request, index: int, parent: Prefix | None
+    ) -> tuple[bytes, Content]:
+        """Hash and content of a full block. Hashes are computed once, those before it first."""
+        prompt, output = request.engine_request.prompt_token_ids, request.output_token_ids
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        begin, stop = max(0, start - len(prompt)), max(0, end - len(prompt))  # among the output
+        token_ids = (*prompt[start:end], *output[begin:stop])
+        extra_keys = request_extra_keys(request.engine_request)
         hashes = request.block_hashes
         if index == len(hashes):
-            parent = hashes[-1] if hashes else None
-            extra_keys = request_extra_keys(request.engine_request)
-            hashes.append(self._hash_function(parent, token_ids, extra_keys))
-        return hashes[index]
+            last = hashes[-1] if hashes else None
+            hashes.append(self._hash_function(last, token_ids, extra_keys))
+        return hashes[index], (parent, token_ids, extra_keys)
 
 
 def _num_free(hits: KVCacheBlocks) -> int:

@@ -43,10 +43,8 @@ class Planner:
         self._plan_running(draft)
         if not draft.short_of_blocks:
             self._admit_waiting(draft)
-        draft.plan.removed_request_ids, self._state.removed_request_ids = (
-            self._state.removed_request_ids,
-            [],
-        )
+        draft.plan.removed_request_ids = self._state.removed_request_ids
+        self._state.removed_request_ids = []
         return draft
 
     def _plan_running(self, draft: StepDraft) -> None:
@@ -183,10 +181,10 @@ class Planner:
         self._state.start(request, num_start)
         draft.plan.new_requests.append(
             NewRequestData(
-                engine_request=request.engine_request,
-                token_ids=request.all_token_ids,
-                block_ids=self._kv.get_block_ids(request),
-                num_computed_tokens=num_start,
+                request.engine_request,
+                request.all_token_ids,
+                self._kv.get_block_ids(request),
+                num_start,
                 score_start=request.num_prompt_scores + 1,  # nothing predicts position 0
             )
         )
@@ -195,10 +193,11 @@ class Planner:
 
     def _ask_connector(self, request: Request, num_computed: int) -> tuple[int, bool]:
         """External tokens to load; the last token is always computed here, as with hits."""
-        if request.engine_request.sampling_params.prompt_logprobs is not None:
-            return 0, False  # loaded K/V comes without the hidden states that scores need
-        if self._kv.has_windows:
-            return 0, False  # a connector would fill blocks that no token sees
+        # Loaded K/V comes without the hidden states that scores need, and behind windows a
+        # connector would fill blocks that no token sees.
+        wants_scores = request.engine_request.sampling_params.prompt_logprobs is not None
+        if wants_scores or self._kv.has_windows:
+            return 0, False
         connector = self._state.connector
         num_external, is_async = connector.get_num_new_matched_tokens(request, num_computed)
         num_external = min(num_external, request.num_tokens - 1 - num_computed)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from octavo.config.engine import CacheConfig, SchedulerConfig
 from octavo.core.admission import check_can_ever_run
 from octavo.core.inflight import LaunchedRequest
-from octavo.core.interfaces import KVConnectorScheduler, NullConnector
+from octavo.core.interfaces import KVConnectorScheduler
 from octavo.core.planner import Planner
 from octavo.core.request import EngineRequest, Request, RequestStatus
 from octavo.core.scheduler_output import (
@@ -41,9 +41,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler_config
-        self.state = SchedulerState(
-            scheduler_config, cache_config, num_blocks, connector or NullConnector(), clock
-        )
+        connector = connector or KVConnectorScheduler()
+        self.state = SchedulerState(scheduler_config, cache_config, num_blocks, connector, clock)
         self._planner = Planner(self.state)
         self._num_added = 0
         self._last_num_tokens = self._last_num_prefill_tokens = 0
@@ -57,13 +56,8 @@ class Scheduler:
         self._num_added += 1
         priority = engine_request.priority if self.config.policy == "priority" else 0
         num_room = self.config.max_model_len - len(engine_request.prompt_token_ids)
-        self.state.add(
-            Request(
-                engine_request,
-                order=(priority, self._num_added),
-                output_limit=min(engine_request.max_tokens, num_room),
-            )
-        )
+        limit = min(engine_request.max_tokens, num_room)
+        self.state.add(Request(engine_request, (priority, self._num_added), output_limit=limit))
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests in any state; unknown, ended and repeated ids are no-ops."""

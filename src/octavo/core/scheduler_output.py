@@ -57,11 +57,8 @@ class SchedulerOutput:
     @property
     def empty(self) -> bool:
         """True if there is nothing to run and nothing to tell the runner or its connector."""
-        return not (
-            self.num_scheduled_tokens
-            or self.removed_request_ids
-            or self.kv_connector_metadata is not None
-        )
+        told = self.removed_request_ids or self.kv_connector_metadata is not None
+        return not (self.num_scheduled_tokens or told)
 
 
 @dataclass(slots=True)

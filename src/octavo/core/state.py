@@ -96,10 +96,8 @@ class SchedulerState:
 
     def is_idle_clean(self) -> bool:
         """O(1): nothing lives or flies, and every block is back."""
-        return (
-            not (self.requests or self.inflight or self.kept_for_connector)
-            and self.kv.num_free_blocks == self.kv.pool.num_usable_blocks
-        )
+        is_idle = not (self.requests or self.inflight or self.kept_for_connector)
+        return is_idle and self.kv.num_free_blocks == self.kv.pool.num_usable_blocks
 
     def check_integrity(self) -> None:
         """Walk everything; AssertionError with the broken rule."""
@@ -123,9 +121,7 @@ class SchedulerState:
         assert self.requests.get(name) is request, f"{name}: queued but not alive"
         assert not request.status.finished, f"{name}: ended but queued"
         is_running = request.status == RequestStatus.RUNNING
-        assert is_running == (request in self.running), (
-            f"{name}: {request.status.name}, wrong queue"
-        )
+        assert is_running == (request in self.running), f"{name}: wrong queue ({request.status!r})"
         flying = [launched for launched in self.inflight if launched.request is request]
         num_tokens = sum(launched.num_tokens for launched in flying)
         num_samples = sum(launched.num_samples for launched in flying)

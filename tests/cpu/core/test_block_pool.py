@@ -23,8 +23,8 @@ Tokens = tuple[int, ...]
 
 
 def key(parent: Prefix | None, tokens: Tokens, **kw: Any) -> dict[str, Any]:
-    arguments = {"block_hash": repr((id(parent), tokens)).encode(), "extra_keys": (), **kw}
-    return {"parent": parent, "token_ids": tokens, **arguments}
+    block_hash = kw.get("block_hash", repr((id(parent), tokens)).encode())
+    return {"block_hash": block_hash, "content": (parent, tokens, kw.get("extra_keys", ()))}
 
 
 def cache(
@@ -195,7 +195,7 @@ def test_a_name_that_nobody_uses_is_forgotten() -> None:
 def test_a_long_chain_of_names_ends_without_recursion() -> None:
     pool, prefix = BlockPool(2), None
     for index in range(200_000):
-        prefix = pool.name(b"%d" % index, prefix, (index,), ())
+        prefix = pool.name(b"%d" % index, (prefix, (index,), ()))
     prefix = None
     assert len(pool._prefixes) == 0
 
@@ -294,7 +294,7 @@ def work_of_one_cycle(num_blocks: int) -> int:
         assert hit is not None
         pool.touch(hit)
         [block] = pool.allocate(1)
-        pool.cache_block(block, pool.name(b"new", None, (-1,), ()))
+        pool.cache_block(block, pool.name(b"new", (None, (-1,), ())))
         pool.free([hit, block])
 
     return count_lines(cycle)
@@ -335,7 +335,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for index, block in enumerate(blocks):
             self.content[block.block_id] = tuple(tokens[: index + 1])
             hash_value = bytes([index % data.draw(st.integers(1, 8))])
-            parent = self.pool.name(hash_value, parent, (tokens[index],), ())
+            parent = self.pool.name(hash_value, (parent, (tokens[index],), ()))
             self.pool.cache_block(block, parent, hidden)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=8, max_size=8), data=st.data())
@@ -345,7 +345,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         parent: Prefix | None = None
         for index, token in enumerate(tokens):
             for value in range(8):
-                prefix = self.pool.find(bytes([value]), parent, (token,), ())
+                prefix = self.pool.find(bytes([value]), (parent, (token,), ()))
                 if prefix is not None and (block := prefix.blocks[0]) is not None:
                     break
             else:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from octavo.core.interfaces import NullConnector
+from octavo.core.interfaces import KVConnectorScheduler
 from octavo.core.request import Request, RequestStatus
 from octavo.core.scheduler import Scheduler
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.cpu.core.fakes import make_request, make_scheduler
 
 
-class FakeConnector(NullConnector):
+class FakeConnector(KVConnectorScheduler):
     """Offers tokens, records what it is told."""
 
     def __init__(self, num_tokens: int = 0, is_async: bool = False, keeps: bool = False) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.interfaces import NullConnector
+from octavo.core.interfaces import KVConnectorScheduler
 from octavo.core.scheduler_output import SchedulerOutput
 from octavo.kv_transfer.connector import NullWorkerConnector
 from tests.cpu.tiny.helpers import PARAMS, run, runner_of, tiny
 
 
-class CountingConnector(NullConnector):
+class CountingConnector(KVConnectorScheduler):
     """Scheduler role: its message is the number of tokens planned."""
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:
