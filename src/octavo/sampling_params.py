@@ -110,16 +110,14 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         _integer("n", self.n, 1, 16384)
-        _integer("top_k", self.top_k, -1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, None)
-            if self.min_tokens > self.max_tokens:
-                text = f"{shown(self.min_tokens)} is more than max_tokens={self.max_tokens}"
-                raise InvalidRequestError("min_tokens", text)
-        for name in ("logprobs", "prompt_logprobs"):
+        _integer("top_k", self.top_k, -1)
+        _integer("min_tokens", self.min_tokens, 0)
+        for name, low in (("max_tokens", 0), ("logprobs", -1), ("prompt_logprobs", -1)):
             if (value := getattr(self, name)) is not None:
-                _integer(name, value, -1, None)
+                _integer(name, value, low)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            text = f"{shown(self.min_tokens)} is more than max_tokens={shown(self.max_tokens)}"
+            raise InvalidRequestError("min_tokens", text)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in _FLAGS:
@@ -148,15 +146,15 @@ class SamplingParams:
                     raise InvalidRequestError(name, f"{shown(value)} is not a non-empty string")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for value in getattr(self, name) or ():
-                _integer(name, value, 0, None)
+                _integer(name, value, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids", "must not be empty")
         for token_id, value in (self.logit_bias or {}).items():
-            _integer("logit_bias", token_id, 0, None)
+            _integer("logit_bias", token_id, 0)
             _real("logit_bias", value, -100.0, 100.0)
 
 
-def _integer(field: str, value: Any, low: int, high: int | None) -> None:
+def _integer(field: str, value: Any, low: int, high: int | None = None) -> None:
     expect(field, value, int, "an integer")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"

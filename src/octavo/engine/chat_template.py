@@ -140,9 +140,8 @@ class ChatTemplate:
             raise InvalidRequestError("messages", _reason(exc)) from exc
         except Exception as exc:
             # A template is foreign code: whatever it does with these messages, only they fail.
-            raise InvalidRequestError(
-                "messages", f"the chat template failed: {type(exc).__name__}: {_reason(exc)}"
-            ) from exc
+            reason = f"the chat template failed: {type(exc).__name__}: {_reason(exc)}"
+            raise InvalidRequestError("messages", reason) from exc
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

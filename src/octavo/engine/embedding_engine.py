@@ -14,7 +14,7 @@ from octavo.config.model import ModelConfig
 from octavo.config.resolve import resolve
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.errors import EngineDeadError, InvalidRequestError, shown
+from octavo.errors import EngineDeadError, InvalidRequestError, expect, shown
 from octavo.outputs import EmbeddingOutput
 from octavo.worker.device import probe_device
 from octavo.worker.encoder_worker import EncoderWorker
@@ -48,26 +48,16 @@ class EmbeddingEngine:
         limit = truncate_prompt_tokens
         if limit is not None:
             least = 1 if self.tokenizer is None else self.tokenizer.num_special_tokens + 1
-            if limit == -1:
-                limit = longest
-            if (
-                isinstance(limit, bool)
-                or not isinstance(limit, int)
-                or not least <= limit <= longest
-            ):
-                raise InvalidRequestError(
-                    "truncate_prompt_tokens",
-                    f"must be -1 or an integer from {least} to {longest}, not {shown(limit)}",
-                )
+            field, wanted = "truncate_prompt_tokens", f"-1 or an integer from {least} to {longest}"
+            limit = longest if limit == -1 else expect(field, limit, int, wanted)
+            if not least <= limit <= longest:
+                raise InvalidRequestError(field, f"must be {wanted}, not {shown(limit)}")
         text, token_ids, _ = self._inputs.read_prompt(prompt, limit)
         if text is not None and not text.strip():
             raise InvalidRequestError("prompt", "is empty")
         if len(token_ids) > longest:
-            raise InvalidRequestError(
-                "prompt",
-                f"{len(token_ids)} tokens do not fit into max_model_len={longest}; "
-                "truncate_prompt_tokens=-1 cuts it",
-            )
+            text = f"{len(token_ids)} tokens do not fit into max_model_len={longest}"
+            raise InvalidRequestError("prompt", f"{text}; truncate_prompt_tokens=-1 cuts it")
         return token_ids
 
     def pooling(self, pooling_type: PoolingType | None, normalize: bool | None) -> EncoderConfig:

@@ -23,11 +23,8 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 # A capitalised or lower-case word, then one with capitals first: both end where the case turns.
-_LEAD, _UPPER, _LOWER = (
-    r"[^\r\n\p{L}\p{N}]?",
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-)
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (f"{_LEAD}{_UPPER}*{_LOWER}+", f"{_LEAD}{_UPPER}+{_LOWER}*")
 _CASED_CONTRACTED = (f"{word}{_CONTRACTIONS}?" for word in _CASED)
 _DEEPSEEK_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
@@ -51,13 +48,8 @@ _QWEN2 = _Pre((f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}",), nfc=True)
 _TEKKEN = _Pre(("|".join((*_CASED, r"\p{N}", _REST_SLASH)),), whole_words=True)
 _GPT4O = _Pre(("|".join((*_CASED_CONTRACTED, r"\p{N}{1,3}", _REST_SLASH)),))
 _DEEPSEEK_CODER = _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
-_DEEPSEEK_V3 = _Pre(
-    (
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        rf"{_DEEPSEEK_MARKS}|{_DEEPSEEK_WORDS}|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
-)
+_DEEPSEEK_REST = rf"{_DEEPSEEK_MARKS}|{_DEEPSEEK_WORDS}|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK_V3 = _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_REST))
 _PRE = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "trillion"), _Pre((), gpt2=True)),
     **dict.fromkeys(

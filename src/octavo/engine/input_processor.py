@@ -78,9 +78,8 @@ class InputProcessor:
             arrival_time = time.monotonic()
         wanted = "seconds, a finite number"
         if not abs(expect("arrival_time", arrival_time, (int, float), wanted)) < _LARGEST:  # or NaN
-            raise InvalidRequestError(
-                "arrival_time", f"must be {wanted}, not {shown(arrival_time)}"
-            )
+            reason = f"must be {wanted}, not {shown(arrival_time)}"
+            raise InvalidRequestError("arrival_time", reason)
         text, token_ids, cache_salt = self.read_prompt(prompt)
         max_tokens = self._room(len(token_ids), params.max_tokens)
         params = self._check_logprobs(params)
@@ -136,9 +135,8 @@ class InputProcessor:
         else:
             field = "prompt_token_ids"
             if isinstance(given_ids, str | bytes):
-                raise InvalidRequestError(
-                    field, f"must be a list of integers, not {shown(given_ids)}"
-                )
+                text = f"must be a list of integers, not {shown(given_ids)}"
+                raise InvalidRequestError(field, text)
             token_ids = list(expect(field, given_ids, Sequence, "a list of integers"))[:max_length]
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")

@@ -48,11 +48,6 @@ class Histogram:
         """Values observed."""
         return sum(self.counts)
 
-    @property
-    def mean(self) -> float | None:
-        """None before the first value."""
-        return self.sum / self.count if self.count else None
-
     def observe(self, value: float, times: int = 1) -> None:
         """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += times

@@ -93,11 +93,6 @@ class ParentRequest:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
 
-    @property
-    def finished(self) -> bool:
-        """True once every completion has ended."""
-        return self.num_running == 0
-
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
         is_delta, is_finished = self.kind is RequestOutputKind.DELTA, self.num_running == 0
@@ -335,12 +330,12 @@ class OutputProcessor:
         del self._completions[completion.request_id]
         parent = completion.parent
         parent.num_running -= 1
-        if parent.finished:
+        if not parent.num_running:
             del self._parents[parent.request_id]
             parent.metrics.finished_time = now
         try:
             self.metrics.record_completion(completion.times, reason)
-            if parent.finished:
+            if not parent.num_running:
                 self.metrics.record_request(parent.metrics, len(parent.prompt_token_ids))
         except Exception:
             logger.exception("request %s is missing in the metrics", completion.request_id)

@@ -123,11 +123,11 @@ class GpuModelRunner(ModelRunner):
         return self._launch(logits, sampled_slots, batch.sample_slots, repeats)
 
     def _launch(
-        self, logits: torch.Tensor, slots: list[int], rows: torch.Tensor, repeats: bool = False
+        self, logits: torch.Tensor, sampled: list[int], rows: torch.Tensor, repeats: bool = False
     ) -> DeviceSample:
-        mine = self.slots
-        known = mine.token_ids, mine.num_tokens, mine.num_prompt_tokens
-        return self._sampler.launch(logits, slots, rows, self._sampling, *known, repeats=repeats)
+        slots, settings = self.slots, self._sampling
+        known = slots.token_ids, slots.num_tokens, slots.num_prompt_tokens
+        return self._sampler.launch(logits, sampled, rows, settings, *known, repeats=repeats)
 
     def _mark(self) -> torch.cuda.Event:
         done = self._ends.pop(0)

@@ -47,10 +47,7 @@ class RequestSlots:
         self._starts = [0, *np.cumsum(sizes).tolist()]
         self._widths = widths
         self.arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        views = [
-            self.arena[start : start + size]
-            for start, size in zip(self._starts, sizes, strict=False)
-        ]
+        views = self.arena.split_with_sizes(sizes)
         self.token_ids = views[0].view(max_num_seqs, max_model_len)
         self.num_tokens, self.num_computed_tokens, self.num_prompt_tokens = views[1:4]
         self.num_groups = num_groups
