@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import byref, c_int, c_size_t
+
 import pytest
 import torch
 from tests.gpu.ragged import ragged_shapes
@@ -193,11 +195,13 @@ def test_empty_outputs_are_no_launch() -> None:
 def test_occupancy_twin_agrees_with_the_driver(each: Rung) -> None:
     kernel = host.kernel_of(each)
     function = kernel.load(0)
-    actual = driver.resident_ctas_per_sm(function, each.threads, each.dynamic_smem)
+    actual, threads, smem = c_int(), c_int(each.threads), c_size_t(each.dynamic_smem)
+    ask = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+    driver.call(ask, byref(actual), function, threads, smem)
     resources = cache.compile_cached(each.source, name=each.path.name).resources[each.entry]
     predicted = occupancy(
         threads=each.threads,
         registers_per_thread=resources.registers,
         smem_bytes=each.dynamic_smem + resources.static_smem,
     )
-    assert predicted.ctas_per_sm == actual
+    assert predicted.ctas_per_sm == actual.value

@@ -36,7 +36,7 @@ def measure_device() -> dict[str, Any]:
     tensor_core (random, zeros -> tflops, clocks).
     """
     if not torch.cuda.is_available():
-        raise KernelError("device microbenchmarks need a CUDA GPU; there is none here")
+        raise KernelError("measuring a device needs a CUDA GPU, and this machine shows none")
     return {
         "environment": provenance.describe(),
         "sizes": device_sizes(),
@@ -65,10 +65,8 @@ def device_sizes() -> dict[str, int]:
 def _launcher(entry: str, shape: LaunchShape, *arguments: Any) -> timer.Call:
     """Tensors are passed as their addresses, the rest as it is."""
     kernel = Kernel(_SOURCE, entry, name="memory.cu")
-    parameters = pack(
-        *(c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
-    )
-    return partial(kernel.launch, 0, shape, parameters)
+    values = (c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
+    return partial(kernel.launch, 0, shape, pack(*values))
 
 
 def _seconds(call: timer.Call, launches: int = 4, rounds: int = 5) -> float:
@@ -147,10 +145,9 @@ def latencies(steps: int = 20_000) -> dict[str, float]:
 
 def _random_ring(size: int, line: int = 128) -> torch.Tensor:
     """int32 buffer of `size` bytes: a random cycle over its 128-byte lines, one pointer a line."""
-    lines = size // line
-    order = torch.randperm(lines, device="cuda")
     words = line // 4
-    ring = torch.zeros(lines * words, dtype=torch.int32, device="cuda")
+    order = torch.randperm(size // line, device="cuda")
+    ring = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
     # Start at 0: rotate the permutation so that the walk begins where the kernels begin.
     order = torch.roll(order, -int((order == 0).nonzero().item()))
     ring[order * words] = (torch.roll(order, -1) * words).to(torch.int32)

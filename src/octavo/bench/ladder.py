@@ -6,11 +6,9 @@ load, where the power limit sets the clock. fp32 rungs are timed against cuBLAS 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +43,7 @@ def run_ladder(
     dtype, m, n, k, mode, median_us, low_us, high_us, tflops, vs_cublas, ok (checked right).
     """
     if not torch.cuda.is_available():
-        raise KernelError("the ladder is timed on a CUDA GPU; there is none here")
+        raise KernelError("timing the ladder needs a CUDA GPU, and this machine shows none")
     chosen = list(rungs)
     document: dict[str, Any] = {"environment": provenance.describe(), "results": []}
     document["ilp"] = [time_ilp(rung) for rung in chosen if rung.kind == "ilp"]
@@ -57,11 +55,6 @@ def run_ladder(
             wait = pause if mode == "cool" else 0.0
             document["results"] += time_square(group, size, mode, rounds, wait, progress)
     return document
-
-
-def write(document: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def time_square(
@@ -87,9 +80,8 @@ def time_square(
     with ClockSampler() as clocks:
         if sustained:
             timer.hold_load(fast[CUBLAS][0], 1.0)
-        timings = timer.compare(
-            fast, launches=launches, rounds=rounds, pause=pause, settle=sustained
-        )
+        pace: dict[str, Any] = {"launches": launches, "rounds": rounds, "settle": sustained}
+        timings = timer.compare(fast, pause=pause, **pace)
         if slow:  # alone: each takes longer than the others' whole sample
             timings |= timer.compare(slow, launches=1, rounds=3, pause=pause)
     results: list[dict[str, Any]] = []

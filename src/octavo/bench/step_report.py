@@ -10,6 +10,7 @@ from octavo.bench.report import columns
 from octavo.bench.step_trace import Labelled
 from octavo.config.step_cost import Machine, Operation
 from octavo.errors import ConfigError
+from octavo.inspect.page import canvas, style
 
 Row = dict[str, Any]
 
@@ -109,32 +110,26 @@ def summary(result: Mapping[str, Any]) -> str:
     return text
 
 
-def load_matplotlib() -> Any:
-    """matplotlib with its Figure, which needs no display. Raises ConfigError if not installed."""
-    try:
-        import matplotlib.figure
-    except ImportError:
-        raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
-    return matplotlib
-
-
+@style()
 def draw_step(path: Path, step: Sequence[Labelled], rows: Sequence[Row], title: str) -> None:
     """A step as a timeline, a row a stream, over bars of measured and least time by operation.
 
-    The file's suffix decides its format. Raises ConfigError if it cannot be written.
+    The file's suffix decides its format. Raises ConfigError if it cannot be written, and
+    KernelError without matplotlib.
     """
+    from matplotlib import colormaps
+
     rows = [row for row in rows if "total_us" in row]
-    matplotlib = load_matplotlib()
-    palette = matplotlib.colormaps["tab20"].colors
-    colours = {row["name"]: palette[index % 20] for index, row in enumerate(rows)}
-    figure = matplotlib.figure.Figure(figsize=(14, 4 + 0.3 * len(rows)), layout="constrained")
-    timeline, bars = figure.subplots(2, 1, height_ratios=[1, max(1.0, 0.15 * len(rows))])
+    palette = colormaps["tab20"]
+    colours = {row["name"]: palette(index % 20) for index, row in enumerate(rows)}
+    heights = [1, max(1.0, 0.15 * len(rows))]
+    figure, axes = canvas(1000, 290 + 22 * len(rows), "T;B", title, height_ratios=heights)
+    timeline, bars = axes.values()
     start_us = step[0].event.start_us
     streams = sorted({event.stream for _, _, event in step})
     for operation, _, event in step:
-        span = (event.start_us - start_us, event.duration_us)
-        low = streams.index(event.stream) - 0.4
-        timeline.broken_barh([span], (low, 0.8), color=colours[operation])
+        place, colour = streams.index(event.stream), colours[operation]
+        timeline.barh(place, event.duration_us, 0.8, event.start_us - start_us, color=colour)
     timeline.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
     timeline.set(xlabel="us", title=title)
     places = range(len(rows))

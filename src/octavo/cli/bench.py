@@ -10,11 +10,12 @@ from typing import Any
 
 from octavo.bench import offline, provenance
 from octavo.bench.step import StepKind, run_step
-from octavo.bench.step_report import draw_step, load_matplotlib, machine_text, summary, table
+from octavo.bench.step_report import draw_step, machine_text, summary, table
 from octavo.cli import options
 from octavo.config.resolve import make_args
 from octavo.config.step_cost import Machine
 from octavo.errors import ConfigError
+from octavo.inspect.page import style
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import probe_device
@@ -51,21 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (text, numbers) in KINDS.items():
         kind = kinds.add_parser(name, help=text, description=text)
         options.add_model_argument(kind)
+        add = kind.add_argument
         for number in numbers:
             options.add_number(kind, number, *NUMBERS[number])
         if name == "step":
             options.add_step_arguments(kind)
-            kind.add_argument(
-                "--steps", type=int, metavar="N", help="counted steps [50; prefill 5]"
-            )
-            kind.add_argument(
-                "--picture", type=Path, help="draw one step to this file (.png, .svg)"
-            )
+            add("--steps", type=int, metavar="N", help="counted steps [50; prefill 5]")
+            add("--picture", type=Path, help="draw one step to this file (.png, .svg)")
         if name in ("throughput", "step"):
-            kind.add_argument(
-                "--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]"
-            )
-        kind.add_argument("--output-json", type=Path, help="also write the result to this file")
+            add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
+        add("--output-json", type=Path, help="also write the result to this file")
         options.add_engine_arguments(kind)
 
 
@@ -148,7 +144,8 @@ def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
             f"bench step measures GPU kernels; {device.kind} ({device.name}) runs none"
         )
     if args.picture is not None:
-        load_matplotlib()
+        with style():  # or it says what is missing
+            pass
         options.check_writable("--picture", args.picture)
     room: dict[str, Any] = {"skip_tokenizer_init": True}
     if args.batch_size > 256:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from octavo.errors import KernelError
@@ -13,7 +14,7 @@ from octavo.inspect.notes import notes
 from octavo.inspect.page import SERIES, svg
 from octavo.kernels.matmul import quantization, roofline
 from octavo.kernels.matmul.occupancy import MAX_WARPS, occupancy
-from octavo.kernels.matmul.registry import RUNGS, Rung, rung
+from octavo.kernels.matmul.registry import RUNGS, rung
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("rungs", nargs="*", help="rung numbers or names, default all")
     bench.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="M = N = K, bf16")
     bench.add_argument("--fp32-sizes", type=int, nargs="*", default=[4096], help="M = N = K, fp32")
-    bench.add_argument("--modes", nargs="+", choices=["cool", "sustained"], help="default both")
+    modes = ["cool", "sustained"]
+    bench.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default both")
     bench.add_argument("--rounds", type=int, default=7, help="samples of each rung")
     bench.add_argument("--out", type=Path, help="write the result as JSON, for `report`")
     bench.set_defaults(action_run=run_bench)
@@ -75,14 +77,6 @@ def positive(text: str) -> int:
     return value
 
 
-def find_rung(name: str) -> Rung:
-    """A rung by number ("2", "02") or name. Raises KernelError for any other."""
-    try:
-        return rung(int(name) if name.isdecimal() else name)
-    except KeyError as error:
-        raise KernelError(f"no rung {name!r}; `octavo kernels list` shows them") from error
-
-
 def run_list(args: argparse.Namespace) -> int:
     row = "{:26s} {:5s} {:12s} {:>7} {:>6} {:>7}  {}".format
     print(row("rung", "dtype", "tile", "threads", "stages", "cluster", "title"))
@@ -94,42 +88,24 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-def require_gpu(what: str) -> None:
-    """Raises KernelError, in one line, where no CUDA GPU can be used."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise KernelError(f"`octavo kernels {what}` needs a CUDA GPU, and this machine shows none")
-
-
 def run_bench(args: argparse.Namespace) -> int:
-    require_gpu("bench")
-    from octavo.bench import ladder
+    from octavo.bench.ladder import run_ladder
 
-    chosen = [find_rung(name) for name in args.rungs] or list(RUNGS)
-    document = ladder.run_ladder(
-        args.sizes,
-        chosen,
-        modes=args.modes or ("cool", "sustained"),
-        rounds=args.rounds,
-        fp32_sizes=args.fp32_sizes,
-        progress=print,
-    )
+    chosen = [rung(name) for name in args.rungs] or RUNGS
+    settings = {name: getattr(args, name) for name in ("modes", "rounds", "fp32_sizes")}
+    document = run_ladder(args.sizes, chosen, progress=print, **settings)
     if args.out:
-        ladder.write(document, args.out)
-        print(f"wrote {args.out}")
+        _write(args.out, json.dumps(document, indent=1) + "\n")
     return 0 if all(row["ok"] for row in document["results"]) else 1
 
 
 def run_device(args: argparse.Namespace) -> int:
-    require_gpu("device")
-    from octavo.bench import device, ladder
+    from octavo.bench.device import measure_device
 
-    document = device.measure_device()
+    document = measure_device()
     print(report_data.device_text(document), end="")
     if args.out:
-        ladder.write(document, args.out)
-        print(f"wrote {args.out}")
+        _write(args.out, json.dumps(document, indent=1) + "\n")
     return 0
 
 
@@ -141,7 +117,7 @@ def _assemble(name: str, kernel: str | None = None) -> tuple[Assembly, dict[str,
             return assemble(path.read_text(), path.name, kernel), {"title": path.name}
         except OSError as error:
             raise KernelError(f"cannot read {name}: {error.strerror}") from error
-    found = find_rung(name)
+    found = rung(name)
     built = assemble(found.source, found.path.name, kernel or found.entry)
     return built, {"title": f"{found.number:02d} {found.title}", "intro": found.idea}
 
@@ -197,15 +173,12 @@ def run_roofline(args: argparse.Namespace) -> int:
 def run_occupancy(args: argparse.Namespace) -> int:
     threads, registers, smem = args.threads, args.registers, args.smem
     if args.name:
-        found, resources = find_rung(args.name), _assemble(args.name)[0].resources
+        found, resources = rung(args.name), _assemble(args.name)[0].resources
         threads, registers = found.threads, resources.registers
         smem = resources.static_smem + found.dynamic_smem
     elif not (threads and registers):
         raise KernelError("give a rung, or --threads and --registers")
-    try:
-        fit = occupancy(threads, registers, smem)
-    except ValueError as error:
-        raise KernelError(str(error)) from error
+    fit = occupancy(threads, registers, smem)
     print(f"{threads} threads x {registers} registers, {smem} bytes of shared memory a CTA")
     for resource, count in fit.limits.items():
         mark = "  <- the limit" if resource in fit.limiters else ""
@@ -225,7 +198,7 @@ def run_report(args: argparse.Namespace) -> int:
         return 0
     run = report_data.load_run(args.json)
     device = report_data.load_device(args.device) if args.device else None
-    pages = {find_rung(name).name for name in args.asm or ()}
+    pages = {rung(name).name for name in args.asm or ()}
     measured = {row.rung for group in run.groups for row in group.rungs} if args.code else set()
     assemblies: dict[str, tuple[Assembly, list[Note]]] = {}
     links = {}

@@ -12,11 +12,7 @@ from octavo.inspect.report_data import Group
 from octavo.kernels.matmul import schedule
 from octavo.kernels.matmul.barriers import ring_timeline
 from octavo.kernels.matmul.occupancy import occupancy
-from octavo.kernels.matmul.quantization import (
-    gemm_efficiency,
-    tile_quantization,
-    wave_quantization,
-)
+from octavo.kernels.matmul.quantization import gemm_efficiency, tile_quantization, wave_quantization
 from octavo.kernels.matmul.roofline import H200, Device, Roofline, device_roofline, peak_flops
 from octavo.kernels.matmul.swizzle import SWIZZLES, Swizzle, column_conflicts
 
@@ -320,9 +316,8 @@ def _ring_panel(ax: Any, stages: int) -> None:
         if span.issue < _TICKS:
             row, middle = span.at.stage, (span.issue + land) / 2
             ax.barh(row, land - span.issue, 0.75, span.issue, color=SERIES[0], alpha=0.75, ec=PANEL)
-            ax.text(
-                middle, row, span.at.full_parity, size=11, ha="center", va="center", color=PANEL
-            )
+            look = {"ha": "center", "va": "center", "color": PANEL}
+            ax.text(middle, row, span.at.full_parity, size=11, **look)
         if span.start < _TICKS:
             for row in (span.at.stage, stages):
                 ax.barh(row, end - span.start, 0.75, span.start, color=SERIES[2], ec=PANEL)

@@ -124,27 +124,21 @@ def _zeroed(step: Step) -> set[str]:
 
 def redundant_zeros(kernel: SassKernel) -> list[int]:
     """Indices of zero writes to registers that hold zero already on every path there."""
-    after = edges(kernel)
-    before, live = _reversed(after), reachable(after)
-    zeroed, dirtied = [], []
-    for step in kernel.instructions:
-        zeroed.append(_zeroed(step))
-        dirtied.append(written(step) - zeroed[-1])
-
-    def holds_zero(index: int, register: str) -> bool:
-        seen, todo = {index}, [index]
-        while todo:
-            node = todo.pop()
-            if node == 0:
-                return False
-            for earlier in live.intersection(before[node]):
-                if register in dirtied[earlier]:
-                    return False
-                # Under a guard only some threads write: it is zero if it was before.
-                sure = register in zeroed[earlier] and not kernel.instructions[earlier].guard
-                if not sure and earlier not in seen:
-                    seen.add(earlier)
-                    todo.append(earlier)
-        return True
-
-    return [i for i in sorted(live) if zeroed[i] and all(holds_zero(i, r) for r in zeroed[i])]
+    after, steps = edges(kernel), kernel.instructions
+    zeroed = [_zeroed(step) for step in steps]
+    dirtied = [written(step) - zero for step, zero in zip(steps, zeroed, strict=True)]
+    # Zero before each instruction: at first all that is ever zeroed, then less along each way.
+    held = [set[str]().union(*zeroed) for _ in steps]
+    todo = list(reachable(after))
+    live = sorted(todo)
+    held[:1] = [set()]
+    while todo:
+        index = todo.pop()
+        # Under a guard only some threads write: it is zero if it was before.
+        sure = set() if steps[index].guard else zeroed[index]
+        left = held[index] - dirtied[index] | sure
+        for following in after[index]:
+            if not held[following] <= left:
+                held[following] &= left
+                todo.append(following)
+    return [index for index in live if zeroed[index] and zeroed[index] <= held[index]]

@@ -7,8 +7,9 @@ loads, and what one trip consists of.
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,24 +191,17 @@ def _unroll_notes(
 ) -> Iterator[Note]:
     """The factors, and the pieces for trip counts that are no multiple of them."""
     place, lines = _place(assembly, loop)
-    facts: dict[str, Any] = {"text": loop.text, "place": place, "lines": lines}
-    facts |= {"ptx": found.ptx_factor, "sass": found.factor, "ptx_lines": found.ptx_lines}
-    facts |= {"work": main.work, "counted": found.counted}
-    yield assembly.note("Unrolling", "unrolled", main.ends, **facts)
-    if not found.tails:
-        return
-    unit = min(piece.work for piece in found.tails)
-    alike: dict[tuple[str, int], list[str]] = {}
-    for piece in found.tails:
-        key = "loop" if piece.loop else "straight run", piece.work // unit
-        alike.setdefault(key, []).append(f"{piece.ends[0].at:#06x}")
-    pieces = []
-    for (kind, work), starts in alike.items():
-        count = f"{len(starts)} {kind}s" if len(starts) > 1 else f"a {kind}"
-        pieces.append(f"{count} of {work} (at {', '.join(starts)})")
-    at = [piece.ends[0] for piece in found.tails]
-    facts = {"lines": lines, "place": place, "main": main.work // unit, "pieces": pieces}
-    yield assembly.note("Tail loops", "tails", at, **facts)
+    facts: dict[str, Any] = {"place": place, "lines": lines, "main": main}
+    about: dict[str, Any] = {"text": loop.text, "found": found, "ptx_lines": found.ptx_lines}
+    yield assembly.note("Unrolling", "unrolled", main.ends, **facts, **about)
+    if found.tails:
+        unit = min(piece.work for piece in found.tails)
+        alike: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        for piece in found.tails:
+            kind = "loop" if piece.loop else "straight run"
+            alike[kind, piece.work // unit].append(f"{piece.ends[0].at:#06x}")
+        at = [piece.ends[0] for piece in found.tails]
+        yield assembly.note("Tail loops", "tails", at, **facts, unit=unit, alike=alike)
 
 
 def _hoist_notes(assembly: Assembly, loop: SourceLoop, machine: Loop) -> Iterator[Note]:
@@ -220,10 +214,12 @@ def _hoist_notes(assembly: Assembly, loop: SourceLoop, machine: Loop) -> Iterato
     line = min((line for line, root in ptx.items() if root in _MULTIPLY), default=0)
     early_ptx = sum(other < line for other in ptx)
     if len(early) > max(early_ptx, 1):
-        facts: dict[str, Any] = {"first": body[first].root, "early": len(early)}
-        facts |= {"early_ptx": early_ptx, "loads": sum(step.root in _LOADS for step in body)}
-        facts |= {"most": most_in_flight(body), "lines": _place(assembly, loop)[1]}
-        yield assembly.note("Loads hoisted", "hoisted", early, **facts)
+        loads = sum(step.root in _LOADS for step in body)
+        facts: dict[str, Any] = {"early": len(early), "early_ptx": early_ptx, "loads": loads}
+        facts |= {"first": body[first].root, "most": most_in_flight(body)}
+        yield assembly.note(
+            "Loads hoisted", "hoisted", early, **facts, lines=_place(assembly, loop)[1]
+        )
 
 
 def most_in_flight(body: list[Step]) -> int:
@@ -260,8 +256,6 @@ def tensor_clocks(step: Step) -> float:
 
     A 16-bit m64nNk16 is 64 * N * 16 multiply-adds at 2048 a clock; 8-bit types run at twice that.
     """
-    found = re.match(r"([HQI])GMMA\.(\d+)x(\d+)x(\d+)", step.opcode)
-    if not found:
-        return 0.0
-    m, n, k = map(int, found.groups()[1:])
-    return m * n * k / (2048 if found.group(1) == "H" else 4096)
+    found = re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", step.opcode)
+    work = math.prod(map(int, found.groups())) if found else 0
+    return work / (2048 if step.opcode[0] == "H" else 4096)

@@ -8,22 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from octavo.inspect import figures, report_data
 from octavo.inspect.asm import Assembly, Note
-from octavo.inspect.figures import (
-    access_figure,
-    device_roofs,
-    ladder_figure,
-    pictures,
-    roofline_figure,
-)
 from octavo.inspect.page import SERIES, render
-from octavo.inspect.report_data import (
-    Group,
-    LadderRun,
-    level_rows,
-    power_lines,
-    requested_intensity,
-)
+from octavo.inspect.report_data import Group, LadderRun
 from octavo.kernels.matmul.occupancy import occupancy
 from octavo.kernels.matmul.registry import rung
 from octavo.kernels.matmul.roofline import Roofline, peak_flops
@@ -54,14 +42,14 @@ def render_report(
         title=f"The matmul ladder on {gpu}",
         gpu=gpu,
         run=run,
-        levels=level_rows(device) if device else None,
-        power=power_lines(device) if device else None,
-        access=access_figure(device) if device else None,
+        levels=report_data.level_rows(device) if device else None,
+        power=report_data.power_lines(device) if device else None,
+        access=figures.access_figure(device) if device else None,
         ladders={d: [_chart(run, group) for group in groups] for d, groups in present.items()},
         shown=shown,
         links=asm_links or {},
         roofline=_roofline(run, [groups[0] for groups in present.values()], device),
-        pictures=pictures(),
+        pictures=figures.pictures(),
         code=list(_code(assemblies or {})),
     )
 
@@ -76,23 +64,28 @@ def _chart(run: LadderRun, group: Group) -> tuple[Group, Any, float | None]:
         name = f"all units busy, {clock:.0f} MHz {'held' if steady else 'at most'}"
         marks[name] = peak_flops(run.device, group.dtype, float(clock)) / 1e12
     marks[f"data sheet, {run.device.spec_clock} MHz"] = peak_flops(run.device, group.dtype) / 1e12
-    picture = ladder_figure(group, marks, _COLOURS[group.dtype])
+    picture = figures.ladder_figure(group, marks, _COLOURS[group.dtype])
     return group, picture, group.clocks.get("watts_max") if steady else None
 
 
 def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, Any] | None) -> Any:
-    roofs = device_roofs(run.device)
+    roofs = figures.device_roofs(run.device)
     if measured:
         rate = float(measured["bandwidth_gbs"]["l2_read"]) * 1e9
         slope = f"L2 by ordinary loads, {rate / 1e12:.1f} TB/s"
         roofs.append(("", slope, Roofline(peak_flops(run.device, "bf16"), rate), SERIES[3]))
     points = [
-        (requested_intensity(one), row.tflops, f"{one.number:02d}", _COLOURS[group.dtype])
+        (
+            report_data.requested_intensity(one),
+            row.tflops,
+            f"{one.number:02d}",
+            _COLOURS[group.dtype],
+        )
         for group in groups
         for row in group.rungs
         if (one := row.known) and row.ok
     ]
-    return roofline_figure(roofs, points, "Roofline with every rung")
+    return figures.roofline_figure(roofs, points, "Roofline with every rung")
 
 
 def _code(built: Mapping[str, tuple[Assembly, Sequence[Note]]]) -> Iterator[tuple[Any, ...]]:

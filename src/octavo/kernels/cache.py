@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,32 +38,24 @@ def key_of(source: str, flags: tuple[str, ...], version: str) -> str:
 
 
 def compile_cached(
-    source: str,
-    *,
-    name: str = "kernel.cu",
-    arch: str = jit.ARCH,
-    extra_flags: Iterable[str] = (),
+    source: str, *, name: str = "kernel.cu", arch: str = jit.ARCH, extra_flags: Sequence[str] = ()
 ) -> Compiled:
     """`jit.compile_source` behind the disk cache. Raises KernelError as that does."""
-    extra = tuple(extra_flags)
     inlined = jit.inline_includes(source, name)
-    flags = jit.compile_flags(arch, extra)
+    flags = jit.compile_flags(arch, extra_flags)
     path = directory() / f"{key_of(inlined, flags, jit.nvrtc_version())}.kernel"
-    found = load(path, arch, flags, inlined)
+    found = load(path, inlined)
     if found is not None:
         return found
-    compiled = jit.compile_source(source, arch=arch, extra_flags=extra, name=name)
+    compiled = jit.compile_source(source, name=name, arch=arch, extra_flags=extra_flags)
     store(path, compiled)
     return compiled
 
 
 def store(path: Path, compiled: Compiled) -> None:
     """Writes beside `path` and renames over it; a full or read-only disk costs only the caching."""
-    head = {
-        "ptx": compiled.ptx,
-        "log": compiled.log,
-        "resources": {name: asdict(value) for name, value in compiled.resources.items()},
-    }
+    resources = {name: asdict(value) for name, value in compiled.resources.items()}
+    head = {"ptx": compiled.ptx, "log": compiled.log, "resources": resources}
     payload = json.dumps(head).encode() + b"\n" + compiled.cubin
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +71,7 @@ def store(path: Path, compiled: Compiled) -> None:
         logger.warning("kernel cache: cannot write %s: %s", path, error)
 
 
-def load(path: Path, arch: str, flags: tuple[str, ...], source: str) -> Compiled | None:
+def load(path: Path, source: str) -> Compiled | None:
     """The entry at `path`, or None if there is none or its checksum is wrong (then it is removed)."""
     try:
         data = path.read_bytes()
@@ -93,12 +85,5 @@ def load(path: Path, arch: str, flags: tuple[str, ...], source: str) -> Compiled
         return None
     text, _, cubin = payload.partition(b"\n")
     head = json.loads(text)
-    return Compiled(
-        arch=arch,
-        flags=flags,
-        source=source,
-        cubin=cubin,
-        ptx=head["ptx"],
-        log=head["log"],
-        resources={name: KernelResources(**value) for name, value in head["resources"].items()},
-    )
+    resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
+    return Compiled(source, cubin, head["ptx"], head["log"], resources)

@@ -16,7 +16,7 @@ from octavo.errors import KernelError
 
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+_MAX_DYNAMIC_SMEM = 8  # CUfunction_attribute
 _BFLOAT16 = 9  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
@@ -85,28 +85,20 @@ def get_function(library: c_void_p, name: str, dynamic_smem: int) -> c_void_p:
     call("cuLibraryGetKernel", byref(kernel), library, name.encode())
     call("cuKernelGetFunction", byref(function), kernel)
     if dynamic_smem > 48 * 1024:
-        call(
-            "cuFuncSetAttribute",
-            function,
-            c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES),
-            c_int(dynamic_smem),
-        )
+        call("cuFuncSetAttribute", function, c_int(_MAX_DYNAMIC_SMEM), c_int(dynamic_smem))
     return function
 
 
 def launch_attributes(cluster: int, programmatic: bool) -> tuple[Any, int]:
     """An attribute array for `LaunchConfig` and its length; `cluster` CTAs along x."""
-    attributes = (LaunchAttribute * 2)()
-    count = 0
+    found = []
     if cluster > 1:
-        attributes[count].id = _CLUSTER_DIMENSION
-        attributes[count].value.cluster = _Dim3(cluster, 1, 1)
-        count += 1
+        value = _AttributeValue(cluster=_Dim3(cluster, 1, 1))
+        found.append(LaunchAttribute(_CLUSTER_DIMENSION, 0, value))
     if programmatic:
-        attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
-        attributes[count].value.flag = 1
-        count += 1
-    return attributes, count
+        value = _AttributeValue(flag=1)
+        found.append(LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, value))
+    return (LaunchAttribute * 2)(*found), len(found)
 
 
 def launch(config: LaunchConfig, function: c_void_p, parameters: Any) -> None:
@@ -121,19 +113,6 @@ def max_active_clusters(config: LaunchConfig, function: c_void_p) -> int:
     return count.value
 
 
-def resident_ctas_per_sm(function: c_void_p, threads: int, dynamic_smem: int) -> int:
-    """The driver's own occupancy: CTAs of this kernel that one SM holds at one time."""
-    count = c_int()
-    call(
-        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-        byref(count),
-        function,
-        c_int(threads),
-        ctypes.c_size_t(dynamic_smem),
-    )
-    return count.value
-
-
 def device_attribute(device: int, attribute: int) -> int:
     """A CUdevice_attribute by its number in cuda.h."""
     value = c_int()
@@ -144,32 +123,15 @@ def device_attribute(device: int, attribute: int) -> int:
 
 
 def encode_tensor_map(
-    target: int,
-    address: int,
-    *,
-    rows: int,
-    cols: int,
-    row_bytes: int,
-    box_rows: int,
-    box_cols: int = 64,
+    target: int, address: int, *, rows: int, cols: int, row_bytes: int, box_rows: int
 ) -> None:
     """Writes the CUtensorMap of a row-major bf16 matrix to host address `target` (a multiple of 64).
 
-    `cols` are contiguous; `row_bytes` is a multiple of 16; the box is `box_rows` x `box_cols`, at
-    most 256 rows, its rows 128 bytes wide for the 128-byte swizzle. Outside reads as zero.
+    `cols` are contiguous; `row_bytes` is a multiple of 16; the box is `box_rows` x 64, at most 256
+    rows, which are 128 bytes wide for the 128-byte swizzle. Outside reads as zero.
     """
-    call(
-        "cuTensorMapEncodeTiled",
-        c_void_p(target),
-        c_int(_BFLOAT16),
-        c_uint(2),
-        c_void_p(address),
-        (c_uint64 * 2)(cols, rows),
-        (c_uint64 * 1)(row_bytes),
-        (c_uint * 2)(box_cols, box_rows),
-        (c_uint * 2)(1, 1),
-        c_int(0),
-        c_int(_SWIZZLE_128B),
-        c_int(_L2_PROMOTION_256B),
-        c_int(0),
-    )
+    matrix = c_void_p(address), (c_uint64 * 2)(cols, rows), (c_uint64 * 1)(row_bytes)
+    box = (c_uint * 2)(64, box_rows), (c_uint * 2)(1, 1)
+    modes = map(c_int, (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0))
+    kind = c_int(_BFLOAT16), c_uint(2)
+    call("cuTensorMapEncodeTiled", c_void_p(target), *kind, *matrix, *box, *modes)

@@ -25,6 +25,11 @@ SERIALIZED_WGMMA = ("C7510", "C7511", "C7514", "C7515")
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
+# In the order of the fields of KernelResources.
+_REPORTED = (
+    r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads",
+    r"(\d+) bytes stack frame", r"(\d+) bytes smem", r"used (\d+) barriers",
+)  # fmt: skip
 # Virtual: line tables must not depend on the machine or the working directory.
 _VIRTUAL_ROOT = "/octavo"
 
@@ -45,13 +50,11 @@ class KernelResources:
 class Compiled:
     """One translation unit after NVRTC.
 
-    `source` is the text after inlining, `cubin` an ELF for exactly `arch`, `ptx` its intermediate
-    form (to read, never to load: a newer NVRTC writes PTX that an older driver cannot assemble).
+    `source` is the text after inlining, `cubin` an ELF, `ptx` its intermediate form (to read, never
+    to load: a newer NVRTC writes PTX that an older driver cannot assemble).
     `resources` maps each kernel's name to what ptxas reported.
     """
 
-    arch: str
-    flags: tuple[str, ...]
     source: str
     cubin: bytes
     ptx: str
@@ -96,21 +99,16 @@ def compile_flags(arch: str = ARCH, extra_flags: Iterable[str] = ()) -> tuple[st
 
 
 def compile_source(
-    source: str,
-    *,
-    arch: str = ARCH,
-    extra_flags: Iterable[str] = (),
-    name: str = "kernel.cu",
-    root: Path = MATMUL_DIR,
+    source: str, *, name: str = "kernel.cu", arch: str = ARCH, extra_flags: Iterable[str] = ()
 ) -> Compiled:
     """Compiles CUDA C++ (extern "C" kernels, our own headers only) to PTX and CUBIN. No GPU needed.
 
     Raises KernelError with the compiler's log when NVRTC is missing or the source is wrong.
     """
     flags = compile_flags(arch, extra_flags)
-    inlined = inline_includes(source, name, root)
+    inlined = inline_includes(source, name)
     cubin, ptx, log = _run_nvrtc(inlined, name, flags)
-    return Compiled(arch, flags, inlined, cubin, ptx, log, parse_resources(log))
+    return Compiled(inlined, cubin, ptx, log, parse_resources(log))
 
 
 def nvrtc_version() -> str:
@@ -127,19 +125,8 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
     found: dict[str, KernelResources] = {}
     sections = re.split(r"Compiling entry function '([^']+)' for", log)
     for name, text in zip(sections[1::2], sections[2::2], strict=True):
-
-        def number(pattern: str, text: str = text) -> int:
-            match = re.search(pattern, text)
-            return int(match.group(1)) if match else 0
-
-        found[name] = KernelResources(
-            registers=number(r"Used (\d+) registers"),
-            spill_stores=number(r"(\d+) bytes spill stores"),
-            spill_loads=number(r"(\d+) bytes spill loads"),
-            stack=number(r"(\d+) bytes stack frame"),
-            static_smem=number(r"(\d+) bytes smem"),
-            barriers=number(r"used (\d+) barriers"),
-        )
+        matches = (re.search(pattern, text) for pattern in _REPORTED)
+        found[name] = KernelResources(*(int(match[1]) if match else 0 for match in matches))
     return found
 
 

@@ -39,7 +39,6 @@ class Kernel:
     dynamic_smem: int = 0
     extra_flags: tuple[str, ...] = ()
     _functions: dict[int, c_void_p] = field(default_factory=dict, repr=False)
-    _libraries: dict[int, c_void_p] = field(default_factory=dict, repr=False)
 
     def load(self, device: int) -> c_void_p:
         """Compiles (or finds in the cache) and loads for CUDA device `device`; idempotent."""
@@ -62,7 +61,6 @@ class Kernel:
             torch.zeros(1, device="cuda")
             library = driver.load_library(compiled.cubin)
             function = driver.get_function(library, self.entry, self.dynamic_smem)
-        self._libraries[device] = library
         self._functions[device] = function
         return function
 

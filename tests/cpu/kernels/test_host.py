@@ -146,7 +146,7 @@ def test_cpu_tensors_are_refused_and_fake_ones_are_not_run() -> None:
 
 
 def test_unknown_rungs_are_errors() -> None:
-    with pytest.raises(KeyError, match="no rung"):
+    with pytest.raises(KernelError, match="no rung"):
         rung("99_magic")
     with pytest.raises(KernelError, match="no matmul rung"):
         host._rung(0)

@@ -35,7 +35,7 @@ def test_each_header_is_inlined_once_and_keeps_its_lines(tmp_path: Path) -> None
 def test_error_points_at_the_header_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.cuh").write_text("int fine;\nint broken = ;\n")
     with pytest.raises(KernelError, match=r"bad\.cuh\(2\)"):
-        jit.compile_source('#include "bad.cuh"\n', root=tmp_path)
+        jit.compile_source(jit.inline_includes('#include "bad.cuh"\n', root=tmp_path))
 
 
 @pytest.mark.parametrize("line", ["#include <cuda_bf16.h>", '#include "no_such.cuh"'])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.errors import KernelError
 from octavo.kernels.matmul.occupancy import (
     MAX_WARPS,
     REGISTERS,
@@ -106,12 +107,12 @@ def test_more_of_anything_never_raises_occupancy(threads: int, regs: int, smem: 
 
 @pytest.mark.parametrize("bad", [(0, 32, 0), (1025, 32, 0), (128, 256, 0), (128, 32, 233_000)])
 def test_impossible_launches_are_refused(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(KernelError):
         occupancy(*bad)
 
 
 def test_a_launch_that_needs_more_registers_than_the_sm_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(KernelError, match="do not fit"):
         occupancy(1024, 128)
 
 

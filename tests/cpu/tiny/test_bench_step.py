@@ -26,7 +26,7 @@ from octavo.bench.step_trace import (
 )
 from octavo.cli import main
 from octavo.config.step_cost import H200, Operation, step_operations
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, KernelError, OctavoError
 from octavo.executor.inline import _CallersThread
 from octavo.worker.worker import Worker
 from tests.cpu.tiny.helpers import tiny
@@ -240,9 +240,9 @@ def test_a_step_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--picture: cannot write .*nonsense"):
         draw_step(tmp_path / "step.nonsense", found.steps[0], rows, "a step")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="--picture needs matplotlib"):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.style"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(KernelError, match=r"pictures need matplotlib: install octavo\[kernels\]"):
         draw_step(tmp_path / "step.png", found.steps[0], rows, "a step")
 
 

@@ -11,6 +11,7 @@ import ctypes
 from collections import OrderedDict
 from ctypes import Structure, c_char, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,16 +33,11 @@ class GemmArgs(Structure):
     """Mirror of GemmArgs in common/types.cuh; the maps are encoded in place, so align to 128."""
 
     _fields_ = [
-        ("map_a", c_char * 128),
-        ("map_b", c_char * 128),
-        ("map_c", c_char * 128),
+        *((name, c_char * 128) for name in ("map_a", "map_b", "map_c")),
         ("out", c_void_p),
         ("ldc", c_int64),
         ("order", c_void_p),
-        ("m", c_int),
-        ("n", c_int),
-        ("k", c_int),
-        ("tma_store", c_int),
+        *((name, c_int) for name in ("m", "n", "k", "tma_store")),
         ("pad", c_char * 88),
     ]
 
@@ -61,19 +57,13 @@ class PreparedCall:
     parameters: Any
 
 
-_kernels: dict[int, Kernel] = {}
 _calls: OrderedDict[tuple[object, ...], PreparedCall] = OrderedDict()
-# Never dropped: a call or a captured CUDA graph may hold a table's address. 4 bytes a tile.
-_order_tables: dict[tuple[int, int, int], torch.Tensor] = {}
 _by_number = {rung.number: rung for rung in RUNGS if rung.kind == "matmul"}
 
 
+@cache
 def kernel_of(rung: Rung) -> Kernel:
-    if rung.number not in _kernels:
-        _kernels[rung.number] = Kernel(
-            rung.source, rung.entry, name=rung.path.name, dynamic_smem=rung.dynamic_smem
-        )
-    return _kernels[rung.number]
+    return Kernel(rung.source, rung.entry, rung.path.name, rung.dynamic_smem)
 
 
 def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -110,13 +100,8 @@ def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
     device = a.device.index
     kernel = kernel_of(rung)
     kernel.load(device)
-    shape = LaunchShape(
-        grid=(rung.cluster, 1, 1),
-        threads=rung.threads,
-        dynamic_smem=rung.dynamic_smem,
-        cluster=rung.cluster,
-        programmatic=bool(rung.constants.get("PROGRAMMATIC", 0)),
-    )
+    smem, early = rung.dynamic_smem, bool(rung.constants.get("PROGRAMMATIC", 0))
+    shape = LaunchShape((rung.cluster, 1, 1), rung.threads, smem, rung.cluster, programmatic=early)
     resident = kernel.resident_ctas(device, shape)
     shape = replace(shape, grid=grid_of(rung, m, n, resident))
     if rung.dtype == "fp32":
@@ -214,17 +199,15 @@ def _encode(target: int, tensor: torch.Tensor, box_rows: int) -> None:
     driver.encode_tensor_map(target, tensor.data_ptr(), **size, box_rows=box_rows)
 
 
+@cache  # never dropped: a call or a captured CUDA graph may hold its address; 4 bytes a tile
 def order_table(device: int, tiles_m: int, tiles_n: int) -> torch.Tensor:
     """Hilbert order of a tile grid as int32 (tiles,) on the device, m << 16 | n each."""
-    key = (device, tiles_m, tiles_n)
-    if key not in _order_tables:
-        if torch.cuda.is_current_stream_capturing():
-            raise KernelError("run this shape once before capturing it in a CUDA graph")
-        if max(tiles_m, tiles_n) >= MAX_TILES:
-            raise KernelError(f"{tiles_m} x {tiles_n} tiles: at most {MAX_TILES - 1} a side")
-        packed = [tile_m << 16 | tile_n for tile_m, tile_n in hilbert_order(tiles_m, tiles_n)]
-        _order_tables[key] = torch.tensor(packed, dtype=torch.int32, device=f"cuda:{device}")
-    return _order_tables[key]
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelError("run this shape once before capturing it in a CUDA graph")
+    if max(tiles_m, tiles_n) >= MAX_TILES:
+        raise KernelError(f"{tiles_m} x {tiles_n} tiles: at most {MAX_TILES - 1} a side")
+    packed = [tile_m << 16 | tile_n for tile_m, tile_n in hilbert_order(tiles_m, tiles_n)]
+    return torch.tensor(packed, dtype=torch.int32, device=f"cuda:{device}")
 
 
 def ilp_call(rung: Rung, entry: str, out: torch.Tensor, iterations: int, ctas: int) -> PreparedCall:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.errors import KernelError
 from octavo.kernels.matmul.quantization import ceil_div
 
 WARP = 32
@@ -52,14 +53,14 @@ def registers_per_warp(registers_per_thread: int) -> int:
 def occupancy(threads: int, registers_per_thread: int, smem_bytes: int = 0) -> Occupancy:
     """Occupancy of a launch; `smem_bytes` is static plus dynamic shared memory of one CTA.
 
-    Raises ValueError for what no launch can have: too many threads, registers or shared memory.
+    Raises KernelError for what no launch can have: too many threads, registers or shared memory.
     """
     if not 1 <= threads <= MAX_THREADS_PER_CTA:
-        raise ValueError(f"a CTA has 1 to {MAX_THREADS_PER_CTA} threads, not {threads}")
+        raise KernelError(f"a CTA has 1 to {MAX_THREADS_PER_CTA} threads, not {threads}")
     if not 1 <= registers_per_thread <= MAX_REGISTERS_PER_THREAD:
-        raise ValueError(f"no kernel has {registers_per_thread} registers a thread")
+        raise KernelError(f"no kernel has {registers_per_thread} registers a thread")
     if not 0 <= smem_bytes <= MAX_SMEM_PER_CTA:
-        raise ValueError(f"a CTA has at most {MAX_SMEM_PER_CTA} bytes, not {smem_bytes}")
+        raise KernelError(f"a CTA has at most {MAX_SMEM_PER_CTA} bytes, not {smem_bytes}")
     warps = ceil_div(threads, WARP)
     warps_with_registers = REGISTERS // registers_per_warp(registers_per_thread)
     smem = ceil_div(smem_bytes + SMEM_RESERVED_PER_CTA, SMEM_UNIT) * SMEM_UNIT
@@ -70,7 +71,7 @@ def occupancy(threads: int, registers_per_thread: int, smem_bytes: int = 0) -> O
         "CTA slots": MAX_CTAS,
     }
     if allowed["registers"] == 0:
-        raise ValueError(f"{threads} threads of {registers_per_thread} registers do not fit an SM")
+        raise KernelError(f"{threads} threads of {registers_per_thread} registers do not fit an SM")
     ctas = min(allowed.values())
     limiters = tuple(name for name, count in allowed.items() if count == ctas)
     return Occupancy(ctas, ctas * warps, ctas * warps / MAX_WARPS, allowed, limiters)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from octavo.errors import KernelError
+
 LADDER_DIR = Path(__file__).parent / "ladder"
 HEADER_FIELDS = ("Problem", "Idea", "Limiter", "Predicted", "Measured", "PTX")
 
@@ -129,8 +131,9 @@ RUNGS: tuple[Rung, ...] = tuple(read_rung(path) for path in sorted(LADDER_DIR.gl
 
 
 def rung(name: str | int) -> Rung:
-    """Finds a rung by number (12) or name ("12_two_consumers"). Raises KeyError for neither."""
+    """Finds a rung by number (2, "2", "02") or name ("02_naive"). Raises KernelError for neither."""
+    wanted = int(name) if str(name).isdecimal() else name
     for candidate in RUNGS:
-        if name in (candidate.number, candidate.name) or str(name) == str(candidate.number):
+        if wanted in (candidate.number, candidate.name):
             return candidate
-    raise KeyError(f"no rung {name!r}; there are {[r.name for r in RUNGS]}")
+    raise KernelError(f"no rung {name!r}; `octavo kernels list` shows them")
