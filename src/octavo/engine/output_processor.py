@@ -123,9 +123,16 @@ class ParentRequest:
     def _output(
         self, outputs: list[CompletionOutput], scores: list[dict[int, Logprob] | None] | None
     ) -> RequestOutput:
-        asked = self.request_id, self.prompt, self.prompt_token_ids
-        counted = self.num_cached_tokens, self.metrics
-        return RequestOutput(*asked, outputs, self.num_running == 0, scores, *counted)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.num_running == 0,
+            scores,
+            self.num_cached_tokens,
+            self.metrics,
+        )
 
 
 class OutputProcessor:

@@ -17,7 +17,6 @@ import torch
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
-from octavo.core.request import EngineRequest
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from octavo.kv_transfer.connector import KVConnectorWorker, NullWorkerConnector
 from octavo.logging import get_logger
@@ -41,15 +40,13 @@ PendingSample = SamplerOutput | DeviceSample
 class _Resident:
     """What the host remembers of a request in a slot."""
 
-    engine_request: EngineRequest
+    num_prompt_tokens: int
+    num_top: int | None
+    """Of its prompt_logprobs."""
     next_score: int
     """First prompt position whose score is owed."""
     failed: bool = False
     """Its row may not be what the plans say, so it runs no more: it only waits to be removed."""
-
-    @property
-    def num_top(self) -> int | None:
-        return self.engine_request.sampling_params.prompt_logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +190,10 @@ class ModelRunner(ABC):
         for request_id in plan.removed_request_ids:
             self._residents.pop(request_id, None)
         for new in plan.new_requests:
-            self._residents[new.request_id] = _Resident(new.engine_request, max(1, new.score_start))
+            prompt, params = new.engine_request.prompt_token_ids, new.engine_request.sampling_params
+            self._residents[new.request_id] = _Resident(
+                len(prompt), params.prompt_logprobs, max(1, new.score_start)
+            )
         if plan.removed_request_ids or plan.new_requests:
             self._rows = None
         try:
@@ -269,8 +269,7 @@ class ModelRunner(ABC):
             resident = self._residents[name]
             self._scorer.keep(hidden[start:end], slot_mapping[start:end])
             slot, first, num_top = self.slots.slot_of[name], resident.next_score, resident.num_top
-            stop = int(self._num_computed[slot]) + 1
-            stop = min(stop, len(resident.engine_request.prompt_token_ids))
+            stop = min(int(self._num_computed[slot]) + 1, resident.num_prompt_tokens)
             if num_top is None or first >= stop:
                 continue
             resident.next_score = stop
