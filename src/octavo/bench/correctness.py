@@ -99,15 +99,9 @@ def compare(rung: Rung, problem: Problem) -> Check:
         tolerance = exact.abs() * 2.0**-8 + magnitude * 2.0**-18
     else:
         tolerance = magnitude * (4.0 * k**0.5) * 2.0**-24
-    return Check(
-        rung.name,
-        (m, n, k),
-        finite=bool(torch.isfinite(problem.out).all()),
-        guards_intact=problem.guards_intact(),
-        worst=float((error / tolerance).max()),
-        relative_norm=float(error.norm() / exact.norm()),
-        norm_limit=_NORM_LIMIT[rung.dtype],
-    )
+    finite, intact = bool(torch.isfinite(problem.out).all()), problem.guards_intact()
+    worst, norm = float((error / tolerance).max()), float(error.norm() / exact.norm())
+    return Check(rung.name, (m, n, k), finite, intact, worst, norm, _NORM_LIMIT[rung.dtype])
 
 
 def run_and_compare(rung: Rung, problem: Problem) -> Check:

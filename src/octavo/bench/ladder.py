@@ -6,7 +6,7 @@ load, where the power limit sets the clock. fp32 rungs are timed against cuBLAS 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -35,12 +35,12 @@ def run_ladder(
     rounds: int = 7,
     pause: float = 0.5,
     fp32_sizes: Sequence[int] = (4096,),
-    progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Checks and times rungs on square problems of edge `sizes`. Raises KernelError without a GPU.
+    """Checks and times rungs on square problems of edge `sizes`, printing each result.
 
-    Returns {"environment", "ilp", "results"}; each result has rung (a name or "cublas"),
-    dtype, m, n, k, mode, median_us, low_us, high_us, tflops, vs_cublas, ok (checked right).
+    Raises KernelError without a GPU. Returns {"environment", "ilp", "results"}; each result has
+    rung (a name or "cublas"), dtype, m, n, k, mode, median_us, low_us, high_us, tflops, vs_cublas
+    and ok (checked right).
     """
     if not torch.cuda.is_available():
         raise KernelError("timing the ladder needs a CUDA GPU, and this machine shows none")
@@ -53,17 +53,12 @@ def run_ladder(
     for group, size, mode in jobs + [(fp32, size, "sustained") for size in fp32_sizes]:
         if group:
             wait = pause if mode == "cool" else 0.0
-            document["results"] += time_square(group, size, mode, rounds, wait, progress)
+            document["results"] += time_square(group, size, mode, rounds, wait)
     return document
 
 
 def time_square(
-    rungs: Sequence[Rung],
-    size: int,
-    mode: str,
-    rounds: int,
-    pause: float,
-    progress: Callable[[str], None],
+    rungs: Sequence[Rung], size: int, mode: str, rounds: int, pause: float
 ) -> list[dict[str, Any]]:
     """All `rungs` (one dtype) and cuBLAS at M = N = K = `size`, interleaved; see `run_ladder`."""
     dtype, flops = rungs[0].dtype, 2.0 * size**3
@@ -100,13 +95,13 @@ def time_square(
         }
         results.append(row)
         spread = (timing.high_us - timing.low_us) / timing.median_us
-        progress(
+        print(
             f"{name:24s} {dtype} {size} {mode:9s} {timing.median_us:10.1f} us "
             f"{row['tflops']:7.1f} TFLOP/s {row['vs_cublas']:6.3f} x cuBLAS "
             f"spread {spread:.3f} {'ok' if row['ok'] else 'WRONG'}"
         )
     results[-1]["clocks"] = clocks.summary()
-    progress(f"clocks {dtype} {size} {mode}: {results[-1]['clocks']}")
+    print(f"clocks {dtype} {size} {mode}: {results[-1]['clocks']}")
     return results
 
 

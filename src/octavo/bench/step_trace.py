@@ -37,18 +37,14 @@ class Labelled(NamedTuple):
 
 
 _WRITE, _PREPARE, _NORM = "_write_segments", "_prepare", "_rms_norm"
+_OWN_NAME = (
+    "embed", "write_segments", "rope_and_cache", "silu_and_mul", "route", "order_pairs", "combine",
+)  # fmt: skip
 _NAMED = {
-    _WRITE: "write_segments",
+    **{f"_{name}": name for name in _OWN_NAME},
     _PREPARE: "prepare_step",
-    "_embed": "embed",
     "_plan": "attention_plan",
-    "_rope_and_cache": "rope_and_cache",
-    "attend_large": "attention",
-    "attend_small": "attention",
-    "_silu_and_mul": "silu_and_mul",
-    "_route": "route",
-    "_order_pairs": "order_pairs",
-    "_combine": "combine",
+    **dict.fromkeys(("attend_large", "attend_small"), "attention"),
     **dict.fromkeys(("scan", "draw", "cut", "score", "_count", "_penalize"), "sample"),
 }
 # What a GEMM is, by the operation before it. One that follows itself is a second kernel (split K).

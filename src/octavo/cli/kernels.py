@@ -93,7 +93,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     chosen = [rung(name) for name in args.rungs] or RUNGS
     settings = {name: getattr(args, name) for name in ("modes", "rounds", "fp32_sizes")}
-    document = run_ladder(args.sizes, chosen, progress=print, **settings)
+    document = run_ladder(args.sizes, chosen, **settings)
     if args.out:
         _write(args.out, json.dumps(document, indent=1) + "\n")
     return 0 if all(row["ok"] for row in document["results"]) else 1

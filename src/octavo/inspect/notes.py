@@ -16,14 +16,7 @@ from typing import Any
 from octavo.inspect.asm import Assembly, Note
 from octavo.inspect.flow import Loop, edges, reachable, redundant_zeros
 from octavo.inspect.sass import GROUP_ORDER, MATH, TENSOR, Step, group_of
-from octavo.inspect.source_loops import (
-    Piece,
-    SourceLoop,
-    Unrolling,
-    is_service,
-    source_loops,
-    unrolling,
-)
+from octavo.inspect.source_loops import SourceLoop, Unrolling, is_service, source_loops, unrolling
 
 _WIDTHS = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
 _SYNC = {
@@ -169,7 +162,7 @@ def _loop_notes(assembly: Assembly) -> Iterator[Note]:
         if main is None:
             gone.append(loop)
             continue
-        yield from _unroll_notes(assembly, loop, found, main)
+        yield from _unroll_notes(assembly, loop, found)
         if main.loop and main.loop not in seen and found.counted in _ARITHMETIC:
             seen.add(main.loop)
             yield from _hoist_notes(assembly, loop, main.loop)
@@ -186,14 +179,13 @@ def _place(assembly: Assembly, loop: SourceLoop) -> tuple[str, tuple[int, ...]]:
     return f"{loop.file.rsplit('/', 1)[-1]} line {loop.line}", ()
 
 
-def _unroll_notes(
-    assembly: Assembly, loop: SourceLoop, found: Unrolling, main: Piece
-) -> Iterator[Note]:
+def _unroll_notes(assembly: Assembly, loop: SourceLoop, found: Unrolling) -> Iterator[Note]:
     """The factors, and the pieces for trip counts that are no multiple of them."""
+    assert found.main is not None
     place, lines = _place(assembly, loop)
-    facts: dict[str, Any] = {"place": place, "lines": lines, "main": main}
+    facts: dict[str, Any] = {"place": place, "lines": lines, "main": found.main}
     about: dict[str, Any] = {"text": loop.text, "found": found, "ptx_lines": found.ptx_lines}
-    yield assembly.note("Unrolling", "unrolled", main.ends, **facts, **about)
+    yield assembly.note("Unrolling", "unrolled", found.main.ends, **facts, **about)
     if found.tails:
         unit = min(piece.work for piece in found.tails)
         alike: defaultdict[tuple[str, int], list[str]] = defaultdict(list)

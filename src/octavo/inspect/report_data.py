@@ -78,16 +78,12 @@ class Group:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """A whole document. `ilp` as written by the harness, or empty."""
+    """A whole document. `device` is the GPU's data sheet, `ilp` as the harness wrote it, or empty."""
 
     environment: Mapping[str, Any]
+    device: Device
     groups: tuple[Group, ...]
     ilp: tuple[Mapping[str, Any], ...]
-
-    @property
-    def device(self) -> Device:
-        """The data sheet of the GPU that was measured; H200 for one we do not know."""
-        return device_of(self.environment)
 
     @property
     def wrong(self) -> list[str]:
@@ -130,7 +126,8 @@ def parse_run(document: Mapping[str, Any]) -> LadderRun:
     if not groups:
         raise ValueError("it has no results")
     ilp = tuple(document.get("ilp", ()))
-    return LadderRun(document.get("environment", {}), tuple(groups.values()), ilp)
+    environment = document.get("environment", {})
+    return LadderRun(environment, device_of(environment), tuple(groups.values()), ilp)
 
 
 def requested_intensity(rung: Rung) -> float:
@@ -201,13 +198,5 @@ def power_lines(document: Mapping[str, Any]) -> list[str]:
 
 def device_text(document: Mapping[str, Any]) -> str:
     """The terminal view. Raises KeyError for a document of another form."""
-    environment = document["environment"]
-    return render(
-        "device.txt",
-        gpu=environment.get("gpu", ""),
-        driver=environment.get("driver", ""),
-        levels=[("level", "size", "cycles", "TB/s", "what for"), *level_rows(document)],
-        strided=document["strided_read"],
-        banks=document["smem_cycles_per_load"],
-        power=power_lines(document),
-    )
+    levels = [("level", "size", "cycles", "TB/s", "what for"), *level_rows(document)]
+    return render("device.txt", found=document, levels=levels, power=power_lines(document))

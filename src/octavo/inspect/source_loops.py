@@ -21,18 +21,11 @@ _INCREMENT = re.compile(r";\s*(?:\+\+\w+|\w+\+\+|\w+\s*\+=\s*(\w+))\s*[,)]")
 _STEP = re.compile(r"(U?R\d+), \1, (-?0x[0-9a-f]+)\b")  # of a counter
 # The work that tells how often a loop body was copied, the most telling first; in SASS, and in PTX.
 _WORK = {
-    "HGMMA": "wgmma.mma_async",
-    "QGMMA": "wgmma.mma_async",
-    "HMMA": "mma.sync",
-    "FFMA": "fma.rn.f32",
-    "FADD": "add.f32",
-    "FMUL": "mul.f32",
+    "HGMMA": "wgmma.mma_async", "QGMMA": "wgmma.mma_async", "HMMA": "mma.sync",
+    "FFMA": "fma.rn.f32", "FADD": "add.f32", "FMUL": "mul.f32",
     "UTMALDG": "cp.async.bulk.tensor",
-    "LDG": "ld.global",
-    "LDS": "ld.shared",
-    "STG": "st.global",
-    "STS": "st.shared",
-}
+    "LDG": "ld.global", "LDS": "ld.shared", "STG": "st.global", "STS": "st.shared",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ class Kernel:
 
     def load(self, device: int) -> c_void_p:
         """Compiles (or finds in the cache) and loads for CUDA device `device`; idempotent."""
-        found = self._functions.get(device)
-        if found is not None:
+        if (found := self._functions.get(device)) is not None:
             return found
         if not torch.cuda.is_available():
             raise KernelError(f"{self.name}: no CUDA GPU is usable here")

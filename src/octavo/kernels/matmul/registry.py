@@ -115,16 +115,8 @@ def read_rung(path: Path) -> Rung:
         raise ValueError(f"{path.name}: header lacks {missing}")
     names = {one.name for one in fields(Rung)}
     shape = {key: value for name, value in constants.items() if (key := name.lower()) in names}
-    return Rung(
-        number=int(path.stem.split("_", 1)[0]),
-        name=path.stem,
-        title=title.splitlines()[0].split(" ", 2)[2],  # "// 02 Naive"
-        path=path,
-        entry=entry[1],
-        header=header,
-        constants=constants,
-        **shape,
-    )
+    _, number, title = title.splitlines()[0].split(" ", 2)  # "// 02 Naive"
+    return Rung(int(number), path.stem, title, path, entry[1], header, constants, **shape)
 
 
 RUNGS: tuple[Rung, ...] = tuple(read_rung(path) for path in sorted(LADDER_DIR.glob("*.cu")))
