@@ -40,11 +40,9 @@ class AttentionBackend(Protocol):
 
     def build_metadata(self, common: CommonAttentionMetadata) -> Any:
         """What `attend` needs, computed once a step."""
-        ...
 
     def with_tables(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
         """What `build_metadata(common)` would give, for another KV group of the step of `metadata`."""
-        ...
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float
@@ -55,8 +53,6 @@ class AttentionBackend(Protocol):
         already holds this step's K/V. Returns (T, num_heads, head_dim) of that dtype; rows of
         padding tokens are zero.
         """
-        ...
 
     def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         """Shape of one layer's cache. A block is one contiguous range."""
-        ...

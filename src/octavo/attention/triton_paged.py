@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.config.kv_cache import KVCacheSpec
@@ -21,12 +22,7 @@ from octavo.kernels.triton.attention_plan import (
     plan_attention,
     plan_capacity,
 )
-from octavo.kernels.triton.paged_attention import (
-    Step,
-    Workspace,
-    paged_attention,
-    programs_per_sm,
-)
+from octavo.kernels.triton.paged_attention import Step, Workspace, paged_attention, programs_per_sm
 
 WORKSPACE_BYTES = 128 << 20
 """At most, for partial results of splits that run apart; requests beyond it run their splits in turn."""
@@ -37,14 +33,9 @@ class TritonAttention:
     """AttentionBackend for bf16 and fp16. One instance serves all layers and steps of one stream."""
 
     def __init__(
-        self,
-        num_heads: int,
-        spec: KVCacheSpec,
-        max_num_seqs: int,
-        max_model_len: int,
-        device: torch.device,
-        sliding_window: int | None = None,
-    ) -> None:
+        self, num_heads: int, spec: KVCacheSpec, max_num_seqs: int, max_model_len: int,
+        device: torch.device, sliding_window: int | None = None,
+    ) -> None:  # fmt: skip
         """Allocates what all launches share: nothing later, nothing for a number of blocks.
 
         Raises ConfigError for a shape that the kernels do not have.
@@ -94,9 +85,7 @@ class TritonAttention:
         """The same plan for other block tables."""
         return replace(metadata, block_tables=common.block_tables)
 
-    def attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Step, scale: float
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, kv_cache: Tensor, metadata: Step, scale: float) -> Tensor:
         """See AttentionBackend; the bits of a token's result depend on its request only."""
         return paged_attention(
             query, kv_cache, metadata, self._workspace, scale, self.shape, self._num_sms

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
 from octavo.attention.groups import ModelBackend, group_backend
@@ -21,11 +21,7 @@ from octavo.layers.moe import MixtureOfExperts
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,11 @@ class WeightTarget:
     start: int
     shape: tuple[int, ...]
     """Shape of the checkpoint tensor; its first dimension is the number of rows."""
+
+    @property
+    def rows(self) -> slice:
+        """Of the parameter."""
+        return slice(self.start, self.start + self.shape[0])
 
 
 class MLP(nn.Module):
@@ -51,9 +52,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, (hidden,), dtype, device, bias)
         self.gelu = config.gelu
 
-    def forward(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """x: (T, hidden_size) -> the same shape. Called as MixtureOfExperts is."""
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x), self.gelu))
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x), self.gelu))
         return out
 
 
@@ -71,14 +72,9 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and maybe before another one, on a residual stream."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        rotary: RotaryEmbedding,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, backend: AttentionBackend,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         super().__init__()
         norm = partial(
             RMSNorm, config.hidden_size, config.rms_norm_eps, dtype, device, config.norm_unit_offset
@@ -91,12 +87,8 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = norm() if config.post_norms else None
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        step: StepContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
         """x: (T, hidden_size), not yet added to the residual. Returns both for the next layer."""
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, kv_cache, step)
@@ -133,39 +125,34 @@ class DecoderModel(nn.Module):
         self._groups = config.layer_groups()
         group_of = {layer: number for number, group in enumerate(self._groups) for layer in group}
         self._group_of = [group_of[layer] for layer in range(config.num_layers)]
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                config,
-                layer,
-                self._rotary_of(layer),
-                group_backend(backend, self._group_of[layer]),
-                dtype,
-                device,
-            )
-            for layer in range(config.num_layers)
-        )
+
+        def make_layer(layer: int) -> DecoderLayer:
+            own = group_backend(backend, self._group_of[layer])
+            return DecoderLayer(config, layer, self._rotary_of(layer), own, dtype, device)
+
+        self.layers = nn.ModuleList(map(make_layer, range(config.num_layers)))
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, device, config.norm_unit_offset)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, hidden, dtype, device, tied)
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         common: CommonAttentionMetadata,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[Tensor],
         attention: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run one step and write its K/V.
 
         input_ids: (T,) int32 or int64; kv_caches: one a layer, shaped by the backend; attention:
         from the backend's build_metadata(common). Returns the final hidden states (T, hidden_size).
         """
         steps = self._steps(common, attention)
-        x: torch.Tensor = self.embed_tokens(input_ids)
-        residual: torch.Tensor | None = None
+        x: Tensor = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
         for layer, group, kv_cache in zip(self.layers, self._group_of, kv_caches, strict=True):
             x, residual = layer(x, residual, kv_cache, steps[group])
-        hidden: torch.Tensor = self.norm(x, residual)[0]
+        hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
     def _rotary_of(self, layer: int) -> RotaryEmbedding:
@@ -181,9 +168,9 @@ class DecoderModel(nn.Module):
             for group, (own, metadata) in zip(self._groups, parts, strict=True)
         ]
 
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: (S, hidden_size) -> (S, vocab_size), same dtype, written to `out` if given."""
-        logits: torch.Tensor = self.lm_head(hidden, out)
+        logits: Tensor = self.lm_head(hidden, out)
         return logits
 
     def finalize(self, linear_backend: LinearBackend) -> None:

@@ -15,9 +15,9 @@ from octavo.models import registry
 from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
 from octavo.weights import dummy, gguf, safetensors
+from octavo.weights.safetensors import listed
 from octavo.weights.upload import FileUpload
 
-_SHOWN = 8
 # Tensors that some checkpoints carry: what the config already says, and layers that are not used.
 _UNUSED_SUFFIXES = (
     *(".rotary_emb.inv_freq", "embeddings.position_ids"),
@@ -38,8 +38,7 @@ def load_model(
     checkpoint's, and the bytes with the device's free memory; ModelLoadError names what does not
     fit.
     """
-    _check_shapes(config)
-    _check_memory(config, device)
+    _check(config, device)
     model = registry.build_model(config, backend, device)
     load_weights(model, config, seed)
     model.finalize(linear_backend)
@@ -55,35 +54,33 @@ def load_encoder(
     linear_backend: LinearBackend = "tiled",
 ) -> BertEncoder:
     """`load_model` for an embedding model. Tensors that are not finite are refused, too."""
-    _check_shapes(config)
-    _check_memory(config, device)
+    _check(config, device)
     model = BertEncoder(config, device)
     load_weights(model, config, seed)
     parameters = dict(model.named_parameters())
-    bad = []
-    for name, place in registry.weight_map(config).items():
-        rows = parameters[place.parameter][place.start : place.start + place.shape[0]]
-        if not bool(rows.isfinite().all()):
-            bad.append(name)
-    if bad:
-        raise ModelLoadError(f"{config.path}: not finite in {config.dtype}: {_names(bad)}")
+
+    def is_finite(place: WeightTarget) -> bool:
+        return bool(parameters[place.parameter][place.rows].isfinite().all())
+
+    places = registry.weight_map(config)
+    if bad := [name for name, place in places.items() if not is_finite(place)]:
+        raise ModelLoadError(f"{config.path}: not finite in {config.dtype}: {listed(bad)}")
     model.finalize(linear_backend)
     return model
 
 
-def _check_memory(config: ModelConfig, device: torch.device) -> None:
+def _check(config: ModelConfig, device: torch.device) -> None:
+    _check_shapes(config)
     # While the rotary tables are made, the angles stand beside cos and sin, fp32 each.
     rotary = 3 * config.max_position_embeddings * (config.head_dim // 2) * 4
-    needed = config.weight_bytes() + rotary
-    if device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(device)
-    else:
-        available = machine.available_memory()
-    if needed > available:
+    weights = config.weight_bytes()
+    on_gpu = device.type == "cuda"
+    available = torch.cuda.mem_get_info(device)[0] if on_gpu else machine.available_memory()
+    if weights + rotary > available:
         raise ModelLoadError(
-            f"{config.path}: the model takes {needed} bytes ({config.weight_bytes()} of weights, "
-            f"{rotary} of rotary tables for max_position_embeddings="
-            f"{config.max_position_embeddings}), and {available} bytes of memory are available"
+            f"{config.path}: the model takes {weights + rotary} bytes ({weights} of weights, {rotary}"
+            f" of rotary tables for max_position_embeddings={config.max_position_embeddings}), and "
+            f"{available} bytes of memory are available"
         )
 
 
@@ -102,7 +99,7 @@ def _check_shapes(config: ModelConfig) -> None:
         if target is not None:
             _check_shape(str(config.path), name, shape, target)
     if waiting:
-        raise ModelLoadError(f"{config.path}: missing tensors: {_names(waiting)}")
+        raise ModelLoadError(f"{config.path}: missing tensors: {listed(waiting)}")
 
 
 def _check_shape(where: str, name: str, shape: tuple[int, ...], target: WeightTarget) -> None:
@@ -172,19 +169,12 @@ def fill(
         _check_shape(where, name, tuple(tensor.shape), target)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelLoadError(f"{where}: {name} has dtype {tensor.dtype}, expected a float")
-        rows = slice(target.start, target.start + target.shape[0])
-        copy(name, tensor, parameters[target.parameter].data[rows])
+        copy(name, tensor, parameters[target.parameter].data[target.rows])
         filled[target.parameter] += tensor.numel()
     if waiting:
-        raise ModelLoadError(f"{where}: missing tensors: {_names(waiting)}")
+        raise ModelLoadError(f"{where}: missing tensors: {listed(waiting)}")
     if extra:
-        raise ModelLoadError(f"{where}: unexpected tensors: {_names(extra)}")
+        raise ModelLoadError(f"{where}: unexpected tensors: {listed(extra)}")
     partial = [name for name, count in filled.items() if count != parameters[name].numel()]
     if partial:
-        raise ModelLoadError(f"{where}: parameters left partly unfilled: {_names(partial)}")
-
-
-def _names(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
+        raise ModelLoadError(f"{where}: parameters left partly unfilled: {listed(partial)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def stored_dtype(folder: Path) -> str:
     raise ModelLoadError(f"{folder}: the checkpoint has no tensors")
 
 
-def _shards(folder: Path) -> dict[str, set[str] | None]:
+def _shards(folder: Path) -> Mapping[str, set[str] | None]:
     """File name -> the tensors the index says it holds; None where there is no index."""
     index = folder / INDEX
     if not index.exists():
@@ -102,17 +102,14 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise ModelLoadError(f"{index}: weight_map: {shown(weight_map)} is not an object")
-    shards: dict[str, set[str] | None] = {}
+    shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         # A plain name, so that an index cannot point out of its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise ModelLoadError(f"{index}: {name}: bad file name {shown(shard)}")
-        names = shards.setdefault(shard, set())
-        assert names is not None
-        names.add(name)
-    missing = sorted(shard for shard in shards if not is_file(folder / shard))
-    if missing:
-        raise ModelLoadError(f"{folder}: shards named in {INDEX} are missing: {_listed(missing)}")
+        shards.setdefault(shard, set()).add(name)
+    if missing := [shard for shard in shards if not is_file(folder / shard)]:
+        raise ModelLoadError(f"{folder}: shards named in {INDEX} are missing: {listed(missing)}")
     return shards
 
 
@@ -124,9 +121,10 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(name if len(name) <= 255 else shown(name) for name in names[:8]) + more
+def listed(names: Iterable[str]) -> str:
+    """Names for an error text: the first of them, and how many more there are."""
+    names = [name if len(name) <= 255 else shown(name) for name in sorted(names)]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _open(path: Path) -> Any:
@@ -138,8 +136,8 @@ def _open(path: Path) -> Any:
 
 def _difference(expected: set[str], found: set[str]) -> str:
     parts = []
-    if missing := sorted(expected - found):
-        parts.append(f"lacks {_listed(missing)}, which {INDEX} places here")
-    if extra := sorted(found - expected):
-        parts.append(f"holds {_listed(extra)}, which {INDEX} does not place here")
+    if missing := expected - found:
+        parts.append(f"lacks {listed(missing)}, which {INDEX} places here")
+    if extra := found - expected:
+        parts.append(f"holds {listed(extra)}, which {INDEX} does not place here")
     return "; ".join(parts)

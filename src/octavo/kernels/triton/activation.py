@@ -6,10 +6,11 @@ import math
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
-from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.launch import launch, row_options
 
 TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
 """gelu(x) by its tanh is x * sigmoid(TWICE_ROOT * (x + 0.044715 x^3))."""
@@ -33,12 +34,11 @@ def _silu_and_mul(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.cons
 
 @cache
 def launch_options(size: int, gelu: bool = False) -> dict[str, int | bool]:
-    """Constexprs and warps for rows of 2 * size; eight values a thread are one 16-byte load."""
-    block = min(1 << (size - 1).bit_length(), 1024)
-    return {"SIZE": size, "BLOCK": block, "GELU": gelu, "num_warps": max(block // 256, 1)}
+    """Constexprs and warps for rows of 2 * size."""
+    return {"SIZE": size, "GELU": gelu, **row_options(size)}
 
 
-def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+def silu_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
     """x: (rows, 2 * size) contiguous, gate then up -> (rows, size) = silu(gate) * up.
 
     gelu: gelu(gate) by its tanh instead. Computed in fp32, rounded once. Raises KernelError for
@@ -48,13 +48,12 @@ def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
         raise KernelError(f"silu_and_mul needs contiguous rows, not strides {x.stride()}")
     rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, size)
-    if rows:
-        options = launch_options(size, gelu)
-        launch(_silu_and_mul, (rows, -(-size // options["BLOCK"])), x, out, **options)
+    options = launch_options(size, gelu)
+    launch(_silu_and_mul, (rows, -(-size // options["BLOCK"])), x, out, **options)
     return out
 
 
-def reference_silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+def reference_silu_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
     """`silu_and_mul` in plain torch, which is how a CPU does it.
 
     Not F.silu: torch's CPU kernel uses another exp for the last few elements of a buffer, so bits

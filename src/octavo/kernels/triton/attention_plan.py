@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
@@ -110,7 +111,7 @@ def plan_capacity(max_num_seqs: int) -> int:
     return max(16, _power_of_two(max_num_seqs))
 
 
-def empty_plan(shape: AttentionShape, device: torch.device) -> torch.Tensor:
+def empty_plan(shape: AttentionShape, device: torch.device) -> Tensor:
     """(3 capacity + 1,) int32 for `plan_attention`.
 
     One number a request in each of three parts: small items up to and with the request; large items
@@ -120,13 +121,9 @@ def empty_plan(shape: AttentionShape, device: torch.device) -> torch.Tensor:
 
 
 def plan_attention(
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: torch.Tensor,
-    num_programs: int,
-    workspace_rows: int,
+    query_start_loc: Tensor, seq_lens: Tensor, plan: Tensor, num_programs: int, workspace_rows: int,
     shape: AttentionShape,
-) -> None:
+) -> None:  # fmt: skip
     """Fills `plan`, from `empty_plan`, for R requests.
 
     query_start_loc: (R + 1,) int32; seq_lens: (R,) int32. `num_programs`: of the small launch;

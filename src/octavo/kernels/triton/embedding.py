@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
-from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.launch import launch, row_options
 
 
 # Ids may start anywhere in a buffer; that must not be another compilation.
@@ -25,12 +25,11 @@ def _embed(ids, weight, out, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: t
 
 @cache
 def launch_options(vocab: int, hidden: int) -> dict[str, int]:
-    """Constexprs and warps for a (vocab, hidden) table; eight values a thread are one load."""
-    block = min(1 << (hidden - 1).bit_length(), 1024)
-    return {"VOCAB": vocab, "HIDDEN": hidden, "BLOCK": block, "num_warps": max(block // 256, 1)}
+    """Constexprs and warps for a (vocab, hidden) table."""
+    return {"VOCAB": vocab, "HIDDEN": hidden, **row_options(hidden)}
 
 
-def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
     """ids: (T,) int32 or int64; weight: (vocab, hidden) -> (T, hidden), the rows of the ids.
 
     An id outside the table gets its nearest row: the first or the last. Raises KernelError for
@@ -39,9 +38,7 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not ids.is_contiguous() or not weight.is_contiguous():
         raise KernelError("embed needs contiguous ids and a contiguous table")
     vocab, hidden = weight.shape
-    tokens = ids.shape[0]
-    out = weight.new_empty(tokens, hidden)
-    if tokens:
-        options = launch_options(vocab, hidden)
-        launch(_embed, (tokens, -(-hidden // options["BLOCK"])), ids, weight, out, **options)
+    out = weight.new_empty(len(ids), hidden)
+    options = launch_options(vocab, hidden)
+    launch(_embed, (len(ids), -(-hidden // options["BLOCK"])), ids, weight, out, **options)
     return out

@@ -7,21 +7,21 @@ nothing read back, so that a captured graph serves any routing, and a token's ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+from torch import Tensor
 
 from octavo.kernels.triton.lang import tl, triton
-from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.launch import launch, row_options
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Where the tokens of a step go."""
 
-    experts: torch.Tensor
+    experts: Tensor
     """(T, top_k) int, best first; the number of experts, which is none, for a padding row."""
-    weights: torch.Tensor
+    weights: Tensor
     """(T, top_k) fp32: of the answers; 0 in a padding row."""
 
 
@@ -29,9 +29,9 @@ class Routing:
 class PairOrder:
     """The pairs of a step in order of their experts."""
 
-    pairs: torch.Tensor
+    pairs: Tensor
     """(T * top_k,) int32, rising within an expert; what is behind the last expert's is undefined."""
-    bounds: torch.Tensor
+    bounds: Tensor
     """(2, num_experts) int32: where each expert's pairs begin and end among them."""
 
 
@@ -70,28 +70,21 @@ def _route(
 
 
 def route(
-    scores: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    num_experts: int,
-    top_k: int,
-    renormalise: bool,
+    scores: Tensor, slot_mapping: Tensor, num_experts: int, top_k: int, renormalise: bool
 ) -> Routing:
     """scores: (T, num_experts or more), rows contiguous; slot_mapping: (T,), negative: padding."""
     rows = scores.shape[0]
     experts = scores.new_empty(rows, top_k, dtype=torch.int32)
     weights = scores.new_empty(rows, top_k, dtype=torch.float32)
-    if rows:
-        launch(
-            _route, (rows,), scores, slot_mapping, experts, weights, scores.stride(0),
-            EXPERTS=num_experts, TOP_K=top_k, RENORMALISE=renormalise,
-            BLOCK=experts_block(num_experts), num_warps=1,
-        )  # fmt: skip
+    launch(
+        _route, (rows,), scores, slot_mapping, experts, weights, scores.stride(0),
+        EXPERTS=num_experts, TOP_K=top_k, RENORMALISE=renormalise,
+        BLOCK=experts_block(num_experts), num_warps=1,
+    )  # fmt: skip
     return Routing(experts, weights)
 
 
-def reference_route(
-    scores: torch.Tensor, num_experts: int, top_k: int, renormalise: bool
-) -> Routing:
+def reference_route(scores: Tensor, num_experts: int, top_k: int, renormalise: bool) -> Routing:
     """`route` in plain torch, without padding rows."""
     wide = scores[:, :num_experts].float()
     # Not torch.topk: which of equal scores it takes is not said.
@@ -124,7 +117,7 @@ def _order_pairs(experts, pairs, begins, ends, num_pairs, BLOCK: tl.constexpr):
     tl.store(ends + mine, place)
 
 
-def order_pairs(experts: torch.Tensor, num_experts: int) -> PairOrder:
+def order_pairs(experts: Tensor, num_experts: int) -> PairOrder:
     """experts: (T, top_k) int32 from `route`."""
     pairs = torch.empty_like(experts).view(-1)
     bounds = experts.new_empty(2, num_experts)
@@ -157,20 +150,9 @@ def _combine(
     tl.store(out + row * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@cache
-def combine_options(size: int) -> dict[str, int]:
-    """Constexprs and warps for rows of `size`."""
-    block = min(1 << (size - 1).bit_length(), 1024)
-    return {"SIZE": size, "BLOCK": block, "num_warps": max(block // 256, 1)}
-
-
 def combine(
-    answers: torch.Tensor,
-    routing: Routing,
-    num_experts: int,
-    scores: torch.Tensor,
-    shared: torch.Tensor | None,
-) -> torch.Tensor:
+    answers: Tensor, routing: Routing, num_experts: int, scores: Tensor, shared: Tensor | None
+) -> Tensor:
     """Each token's weighted answers added up in fp32, best expert first, rounded once.
 
     answers: (T * top_k, size), a row for each pair; shared: (T, size) of the expert that every token
@@ -179,24 +161,18 @@ def combine(
     rows, top_k = routing.experts.shape
     size = answers.shape[1]
     out = answers.new_empty(rows, size)
-    if rows:
-        options = combine_options(size)
-        grid = (rows, -(-size // options["BLOCK"]))
-        launch(
-            _combine, grid, answers, routing.experts, routing.weights,
-            answers if shared is None else shared, scores, out, scores.stride(0),
-            EXPERTS=num_experts, TOP_K=top_k, SHARED=shared is not None, **options,
-        )  # fmt: skip
+    options = row_options(size)
+    launch(
+        _combine, (rows, -(-size // options["BLOCK"])), answers, routing.experts, routing.weights,
+        answers if shared is None else shared, scores, out, scores.stride(0),
+        SIZE=size, EXPERTS=num_experts, TOP_K=top_k, SHARED=shared is not None, **options,
+    )  # fmt: skip
     return out
 
 
 def reference_combine(
-    answers: torch.Tensor,
-    routing: Routing,
-    num_experts: int,
-    scores: torch.Tensor,
-    shared: torch.Tensor | None,
-) -> torch.Tensor:
+    answers: Tensor, routing: Routing, num_experts: int, scores: Tensor, shared: Tensor | None
+) -> Tensor:
     """`combine` in plain torch, without padding rows."""
     rows, top_k = routing.experts.shape
     wide = answers.view(rows, top_k, -1).float() * routing.weights[:, :, None]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
+from torch import Tensor
 
-from octavo.errors import KernelError
 from octavo.kernels.triton.experts import PairOrder, experts_block
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, Tile
+from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, Tile, check_operands
 
 
 def choose_tile(num_pairs: int, num_experts: int) -> Tile:
@@ -79,37 +78,20 @@ def launch_options(
     tile: Tile, even_k: bool, num_experts: int, pairs_per_row: int
 ) -> dict[str, int | bool]:
     """Constexprs, warps and stages. `even_k`: K is a multiple of the tile's step."""
-    return {
-        "EXPERTS": num_experts,
-        "EXPERTS_BLOCK": experts_block(num_experts),
-        "PAIRS_PER_ROW": pairs_per_row,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP": 8,
-        "EVEN_K": even_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+    experts = {"EXPERTS": num_experts, "EXPERTS_BLOCK": experts_block(num_experts)}
+    return {**experts, "PAIRS_PER_ROW": pairs_per_row, "EVEN_K": even_k, **tile.options()}
 
 
-def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, order: PairOrder, tile: Tile | None = None
-) -> torch.Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, order: PairOrder, tile: Tile | None = None) -> Tensor:
     """x: (P / pairs per row, K), read once for each of a row's pairs; weight: (num_experts, N, K).
 
     Returns (P, N) in x's dtype, bf16 or fp16: for each of the P pairs its row of x by its expert's
     weight, and undefined rows for pairs without an expert. `tile`: by default `choose_tile`. All
     contiguous; N and K are multiples of 8. Raises KernelError for what does not fit.
     """
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
-        raise KernelError(f"grouped_linear takes bf16 or fp16, not {x.dtype} and {weight.dtype}")
-    if not x.is_contiguous() or not weight.is_contiguous():
-        raise KernelError("grouped_linear needs contiguous operands")
+    check_operands("grouped_linear", x, weight)
     num_experts, n, k = weight.shape
     num_pairs = len(order.pairs)
-    if x.shape[1] != k or n % 8 or k % 8:
-        raise KernelError(f"grouped_linear cannot multiply {tuple(x.shape)} by {(n, k)} transposed")
     y = x.new_empty(num_pairs, n)
     if num_pairs:
         tile = tile or choose_tile(num_pairs, num_experts)

@@ -7,6 +7,7 @@ rest of a small step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,11 +63,23 @@ class Launcher:
         return launch
 
 
+@cache
+def row_options(size: int) -> dict[str, int]:
+    """BLOCK and warps for rows of `size` that programs share: eight values a thread are one load."""
+    block = min(1 << (size - 1).bit_length(), 1024)
+    return {"BLOCK": block, "num_warps": max(block // 256, 1)}
+
+
 _LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)` by a Launcher that is kept for these options."""
+    """`kernel[grid](*args, **options)` by a Launcher that is kept for these options.
+
+    Nothing happens for an empty grid.
+    """
+    if 0 in grid:
+        return
     key = (id(kernel), *options.values())  # its own hash is computed anew each time
     launcher = _LAUNCHERS.get(key)
     if launcher is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
@@ -26,6 +27,11 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+
+    def options(self) -> dict[str, int | bool]:
+        """As the kernels' constexprs, warps and stages."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        return {**blocks, "GROUP": 8, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 # Decode reads each weight once: narrow tiles, so that all SMs have weights in flight.
@@ -87,51 +93,39 @@ def _fixed_linear(
 @cache
 def launch_options(tile: Tile, even_k: bool, bias: bool) -> dict[str, int | bool]:
     """Constexprs, warps and stages. `even_k`: K is a multiple of the tile's step."""
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP": 8,
-        "BIAS": bias,
-        "EVEN_K": even_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+    return {"BIAS": bias, "EVEN_K": even_k, **tile.options()}
 
 
 def fixed_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """x: (M, K); weight: (N, K); bias: (N,) -> (M, N) in x's dtype, bf16 or fp16, in `out` if given.
 
     A row's bits depend on that row only, whatever M is. All contiguous; N and K are multiples of 8,
     M is any number. Raises KernelError for what does not fit.
     """
+    check_operands("fixed_linear", x, weight)
+    return linear_by_tile(x, weight, bias, choose_tile(x.shape[0], weight.shape[0]), out)
+
+
+def check_operands(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise KernelError unless `name` can multiply x: (M, K) by weight: (..., N, K) transposed."""
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
-        raise KernelError(f"fixed_linear takes bf16 or fp16, not {x.dtype} and {weight.dtype}")
+        raise KernelError(f"{name} takes bf16 or fp16, not {x.dtype} and {weight.dtype}")
     if not x.is_contiguous() or not weight.is_contiguous():
-        raise KernelError("fixed_linear needs contiguous operands")
-    n, k = weight.shape
+        raise KernelError(f"{name} needs contiguous operands")
+    n, k = weight.shape[-2:]
     if x.shape[1] != k or n % 8 or k % 8:
-        raise KernelError(f"fixed_linear cannot multiply {tuple(x.shape)} by {(n, k)} transposed")
-    return linear_by_tile(x, weight, bias, choose_tile(x.shape[0], n), out)
+        raise KernelError(f"{name} cannot multiply {tuple(x.shape)} by {(n, k)} transposed")
 
 
 def linear_by_tile(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: Tile,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor | None = None
+) -> Tensor:
     """`fixed_linear` of operands that fit, with a given tile."""
     rows, (n, k) = x.shape[0], weight.shape
     y = x.new_empty(rows, n) if out is None else out
-    if rows:
-        options = launch_options(tile, k % tile.block_k == 0, bias is not None)
-        programs = -(-rows // tile.block_m) * -(-n // tile.block_n)
-        launch(_fixed_linear, (programs,), x, weight, bias, y, rows, n // 8, k // 8, **options)
+    options = launch_options(tile, k % tile.block_k == 0, bias is not None)
+    programs = -(-rows // tile.block_m) * -(-n // tile.block_n)
+    launch(_fixed_linear, (programs,), x, weight, bias, y, rows, n // 8, k // 8, **options)
     return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
@@ -51,12 +52,8 @@ def launch_options(hidden: int, add: bool, unit_offset: bool = False) -> dict[st
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    unit_offset: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight: (hidden,). Returns (normed, residual).
 
     The residual becomes x + residual, in place, and its root mean square is what normed is divided
@@ -69,19 +66,14 @@ def rms_norm(
     rows, hidden = x.shape
     out = torch.empty_like(x)
     summed = x if residual is None else residual
-    if rows:
-        options = launch_options(hidden, residual is not None, unit_offset)
-        launch(_rms_norm, (rows,), x, summed, weight, out, eps, **options)
+    options = launch_options(hidden, residual is not None, unit_offset)
+    launch(_rms_norm, (rows,), x, summed, weight, out, eps, **options)
     return out, summed
 
 
 def reference_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    unit_offset: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` in torch, as a CPU does it; a residual stays as it was, the sum is a new tensor."""
     summed = x if residual is None else x + residual
     wide = summed.float()

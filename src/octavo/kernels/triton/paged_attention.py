@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.attention_plan import SMALL_ROWS, SMALL_TILES, AttentionShape
@@ -214,13 +215,13 @@ def attend_small(
 class Workspace:
     """What the programs of a launch share. One launch at a time uses it, and leaves it as it was."""
 
-    partial_out: torch.Tensor
+    partial_out: Tensor
     """(rows, head_dim) fp32."""
-    partial_state: torch.Tensor
+    partial_state: Tensor
     """(rows, 2) fp32: peak and total."""
-    arrivals: torch.Tensor
+    arrivals: Tensor
     """(capacity * SMALL_TILES * num_kv_heads,) int32: splits that are done; zeros between launches."""
-    tickets: torch.Tensor
+    tickets: Tensor
     """(2, 2) int32: items drawn and programs done, small and large; zeros between launches."""
 
     @classmethod
@@ -255,27 +256,22 @@ def programs_per_sm(shape: AttentionShape, large: bool) -> int:
 class Step:
     """The requests of a step on the device, and the plan of their work."""
 
-    query_start_loc: torch.Tensor
+    query_start_loc: Tensor
     """(R + 1,) int32."""
-    seq_lens: torch.Tensor
+    seq_lens: Tensor
     """(R,) int32."""
-    block_tables: torch.Tensor
+    block_tables: Tensor
     """(R, max_blocks) int32, rows may be apart."""
-    plan: torch.Tensor
+    plan: Tensor
     """From `plan_attention`."""
     only_small: bool
     """The host knows that no request is large."""
 
 
 def paged_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    step: Step,
-    workspace: Workspace,
-    scale: float,
-    shape: AttentionShape,
-    num_sms: int,
-) -> torch.Tensor:
+    query: Tensor, kv_cache: Tensor, step: Step, workspace: Workspace, scale: float,
+    shape: AttentionShape, num_sms: int,
+) -> Tensor:  # fmt: skip
     """Causal attention of T tokens over their requests' K and V, which are in the cache.
 
     query: (T, num_heads, head_dim), each token contiguous; kv_cache: (num_blocks, 2, num_kv_heads,
@@ -305,7 +301,7 @@ def paged_attention(
     return out
 
 
-def _check(query: torch.Tensor, kv_cache: torch.Tensor, step: Step, shape: AttentionShape) -> None:
+def _check(query: Tensor, kv_cache: Tensor, step: Step, shape: AttentionShape) -> None:
     heads = shape.num_kv_heads * shape.group
     if query.dtype != kv_cache.dtype or query.dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"attention takes bf16 or fp16, not {query.dtype} and {kv_cache.dtype}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
+from torch import Tensor
 
 from octavo.errors import KernelError
 from octavo.kernels.triton.lang import tl, triton
@@ -82,42 +82,20 @@ def _rope_and_cache(
 
 @cache
 def launch_options(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    norm: bool,
-    unit_offset: bool = False,
+    heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool, unit: bool = False
 ) -> dict[str, int | bool]:
     """Constexprs and warps of a layer shape: a program takes 512 pairs, one 16-byte load a thread."""
     half = 1 << (head_dim // 2 - 1).bit_length()
-    return {
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_HEADS": max(512 // half, 1),
-        "BLOCK_HALF": half,
-        "NORM": norm,
-        "UNIT": unit_offset,
-        "num_warps": 2,
-    }
+    layer = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
+    blocks = {"BLOCK_SIZE": block_size, "BLOCK_HEADS": max(512 // half, 1), "BLOCK_HALF": half}
+    return {**layer, **blocks, "NORM": norm, "UNIT": unit, "num_warps": 2}
 
 
 def rope_and_cache(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-) -> torch.Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slot_mapping: Tensor,
+    kv_cache: Tensor, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0, unit_offset: bool = False,
+) -> Tensor:  # fmt: skip
     """Rotates q and k of T tokens, writes k and v to their slots, returns q (T, num_heads, head_dim).
 
     qkv: (T, (num_heads + 2 num_kv_heads) head_dim) contiguous; cos, sin: fp32 tables (max_positions,
@@ -139,13 +117,11 @@ def rope_and_cache(
     if (q_norm is None) != (k_norm is None):
         raise KernelError("q_norm and k_norm come together")
     query = qkv.new_empty(tokens, num_heads, head_dim)
-    if tokens:
-        options = launch_options(
-            num_heads, num_kv_heads, head_dim, block_size, q_norm is not None, unit_offset
-        )
-        grid = (tokens, -(-heads // options["BLOCK_HEADS"]))
-        launch(
-            _rope_and_cache, grid, qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query,
-            kv_cache.stride(0), eps, **options,
-        )  # fmt: skip
+    norm = q_norm is not None
+    options = launch_options(num_heads, num_kv_heads, head_dim, block_size, norm, unit_offset)
+    grid = (tokens, -(-heads // options["BLOCK_HEADS"]))
+    launch(
+        _rope_and_cache, grid, qkv, cos, sin, positions, slot_mapping, kv_cache, q_norm, k_norm, query,
+        kv_cache.stride(0), eps, **options,
+    )  # fmt: skip
     return query

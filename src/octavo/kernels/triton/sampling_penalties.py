@@ -56,14 +56,9 @@ def _penalize(work, counts, work_rows, slots, table, VOCAB: tl.constexpr, CHUNK:
 
 
 def penalize(
-    work: Tensor,
-    work_rows: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    history: Tensor,
-    num_tokens: Tensor,
-    num_prompt_tokens: Tensor,
-) -> None:
+    work: Tensor, work_rows: Tensor, slots: Tensor, table: Tensor, history: Tensor,
+    num_tokens: Tensor, num_prompt_tokens: Tensor,
+) -> None:  # fmt: skip
     """Penalise rows of work, (n, vocab) fp32 contiguous, in place.
 
     work_rows, slots: (rows,) int64, where each row is in work and its request slot; table: the

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import torch
+from torch import Tensor
 
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import Launcher
@@ -34,7 +34,7 @@ def _write_segments(arena, staged, num_segments, BLOCK: tl.constexpr):
 _launch_write = Launcher(_write_segments, BLOCK=BLOCK, num_warps=4)
 
 
-def write_segments(arena: torch.Tensor, staged: torch.Tensor, num_segments: int) -> None:
+def write_segments(arena: Tensor, staged: Tensor, num_segments: int) -> None:
     """Scatter runs of values into `arena` (int32).
 
     staged: int32, readable from the GPU: num_segments targets in the arena, num_segments + 1 offsets
@@ -43,15 +43,10 @@ def write_segments(arena: torch.Tensor, staged: torch.Tensor, num_segments: int)
     _launch_write((num_segments,), arena, staged, num_segments)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_requests",
-        "num_tokens",
-        "num_sampled",
-        "padded_requests",
-        "padded_tokens",
-    ]
-)
+_COUNTS = ["num_requests", "num_tokens", "num_sampled", "padded_requests", "padded_tokens"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def _prepare(
     staged, token_ids, block_table, num_computed_tokens, input_ids, positions, slot_mapping,
     seq_lens, query_start_loc, block_tables, logits_indices, sample_slots, num_requests, num_tokens,
@@ -114,13 +109,9 @@ def _prepare(
 
 
 def bind_prepare_step(
-    staged: torch.Tensor,
-    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    outputs: tuple[torch.Tensor, ...],
-    counts: tuple[int, int, int],
-    padded: tuple[int, int],
-    block_size: int,
-) -> Callable[[], None]:
+    staged: Tensor, slots: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, ...],
+    counts: tuple[int, int, int], padded: tuple[int, int], block_size: int,
+) -> Callable[[], None]:  # fmt: skip
     """A call that fills the step's input tensors and advances num_computed_tokens.
 
     staged: int32, readable from the GPU: for R requests their slots (R), first tokens (R + 1), and

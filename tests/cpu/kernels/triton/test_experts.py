@@ -25,6 +25,7 @@ from octavo.kernels.triton.experts import (
     reference_route,
     route,
 )
+from octavo.kernels.triton.launch import row_options
 from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, TILES, Tile
 from octavo.layers.moe import GroupedExperts, TiledExperts
 
@@ -213,7 +214,7 @@ CASES = [
     Case.of_launch(
         experts._combine,
         COMBINE,
-        {"EXPERTS": 128, "TOP_K": 8, "SHARED": True, **experts.combine_options(2048)},
+        {"EXPERTS": 128, "TOP_K": 8, "SHARED": True, "SIZE": 2048, **row_options(2048)},
         "combine",
     ),
 ]  # fmt: skip
