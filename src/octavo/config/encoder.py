@@ -53,9 +53,8 @@ def read_encoder(read: FieldReader, architecture: str) -> dict[str, Any]:
     if ENCODERS[architecture]:
         first = 1 + read.count("pad_token_id", default=1, limit=_MAX_POSITIONS)
         if first >= num_positions:
-            raise read.error(
-                "max_position_embeddings", f"{num_positions} leaves none beyond {first}"
-            )
+            text = f"{num_positions} leaves none beyond {first}"
+            raise read.error("max_position_embeddings", text)
     hidden_size, num_heads = read.count("hidden_size"), read.count("num_attention_heads", limit=512)
     if hidden_size % num_heads:
         raise read.error("num_attention_heads", f"{num_heads} does not divide {hidden_size}")
@@ -73,8 +72,6 @@ def read_encoder(read: FieldReader, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_ids": (),
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
+        **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
         "encoder": EncoderConfig(num_positions, first, read.count("type_vocab_size", default=2)),
     }

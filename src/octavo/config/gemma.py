@@ -40,11 +40,8 @@ def _global_layers(read: FieldReader, num_layers: int) -> tuple[int, ...]:
     if kinds is None:
         pattern = read.count("sliding_window_pattern", default=6)
         return tuple(range(pattern - 1, num_layers, pattern))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(kind not in (_FULL, _SLIDING) for kind in kinds)
-    ):
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise ModelLoadError(f"{read.where}: layer_types={shown(kinds)} is not supported")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
@@ -72,8 +69,6 @@ def read_family(read: FieldReader, num_layers: int, hidden_size: int) -> dict[st
     return {
         "global_layers": _global_layers(read, num_layers),
         "query_pre_attn_scalar": read.number("query_pre_attn_scalar"),
-        "gelu": True,
-        "post_norms": True,
-        "norm_unit_offset": True,
+        **dict.fromkeys(("gelu", "post_norms", "norm_unit_offset"), True),
         "embedding_scale": hidden_size**0.5,
     }

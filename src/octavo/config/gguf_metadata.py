@@ -28,10 +28,8 @@ def hf_from_gguf(
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in _GGUF_ARCHITECTURES:
-        supported = ", ".join(_GGUF_ARCHITECTURES)
-        raise ModelLoadError(
-            f"{path}: general.architecture={shown(name)} is not supported (supported: {supported})"
-        )
+        supported = f"not supported (supported: {', '.join(_GGUF_ARCHITECTURES)})"
+        raise ModelLoadError(f"{path}: general.architecture={shown(name)} is {supported}")
 
     def get(key: str) -> Any:
         return metadata.get(f"{name}.{key}")
@@ -42,9 +40,8 @@ def hf_from_gguf(
     rotated = get("rope.dimension_count")
     head_dim = metadata.get(f"{name}.attention.key_length", rotated)
     if rotated is not None and rotated != head_dim:
-        raise ModelLoadError(
-            f"{path}: {name}.rope.dimension_count={shown(rotated)} is not head_dim"
-        )
+        key = f"{name}.rope.dimension_count"
+        raise ModelLoadError(f"{path}: {key}={shown(rotated)} is not head_dim")
     quantised = not set(tensor_types.values()) <= set(_GGUF_FLOATS)
     stored = _GGUF_FLOATS.get(tensor_types.get("token_embd.weight", "F32"), "bfloat16")
     tokens = metadata.get("tokenizer.ggml.tokens", ())

@@ -45,13 +45,9 @@ class KVCacheLayout:
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Blocks of all groups that a request holds at once, at most, until it has so many tokens."""
-        length = self.num_blocks(num_tokens)
-        return sum(
-            length
-            if window is None
-            else min(length, self.num_blocks(window + self.max_ahead_tokens) + 1)
-            for window in self.windows
-        )
+        length, ahead = self.num_blocks(num_tokens), self.max_ahead_tokens
+        most = (self.num_blocks(one + ahead) + 1 if one else length for one in self.windows)
+        return sum(min(length, one) for one in most)
 
     def most_tokens(self, num_usable_blocks: int, limit: int) -> int:
         """The longest request up to `limit` tokens that a pool with so many blocks can serve."""

@@ -26,14 +26,8 @@ LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM",
-    gemma.GEMMA3,
-    *MOE_ARCHITECTURES,
-    *ENCODERS,
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
+    *("Phi3ForCausalLM", gemma.GEMMA3, *MOE_ARCHITECTURES, *ENCODERS),
 )
 
 # Far above any real model, so that a damaged config is refused and not tried.
@@ -109,11 +103,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls,
-        config: Mapping[str, Any],
-        path: Path,
-        load_format: LoadFormat,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        cls, config: Mapping[str, Any], path: Path, load_format: LoadFormat, dtype: str = "auto"
     ) -> ModelConfig:
         """Read a Hugging Face config.json.
 
@@ -124,15 +114,16 @@ class ModelConfig:
         if architecture in ENCODERS:
             fields = read_encoder(FieldReader(config, str(path)), architecture)
             return cls(architecture, path, load_format, _dtype(dtype, config), **fields)
-        if architecture == gemma.GEMMA3:
+        if is_gemma := architecture == gemma.GEMMA3:
             config = gemma.with_defaults(config)
         read = FieldReader(config, str(path))
         _refuse_unsupported(config, architecture, path)
         hidden_size = read.count("hidden_size")
-        num_heads, num_kv_heads, head_dim = _heads(architecture, hidden_size, read)
+        family: dict[str, Any] = _heads(architecture, hidden_size, read)
+        head_dim = family["head_dim"]
         declared = read.count("max_position_embeddings", limit=MAX_CONTEXT)
-        family: dict[str, Any] = _biases(architecture, read)
-        if architecture == gemma.GEMMA3:
+        family |= _biases(architecture, read)
+        if is_gemma:
             rope, family["local_rope"] = gemma.read_ropes(read, head_dim, declared)
         else:
             rope = read_rope(config, read, architecture, head_dim, declared)
@@ -142,7 +133,7 @@ class ModelConfig:
         bos = token_ids(config.get("bos_token_id"), f"{path}: bos_token_id", vocab_size)
         eos = token_ids(config.get("eos_token_id"), f"{path}: eos_token_id", vocab_size)
         num_layers = read.count("num_hidden_layers", limit=MAX_LAYERS)
-        if architecture == gemma.GEMMA3:
+        if is_gemma:
             family |= gemma.read_family(read, num_layers, hidden_size)
         return cls(
             architecture=architecture,
@@ -153,9 +144,6 @@ class ModelConfig:
             hidden_size=hidden_size,
             intermediate_size=read.count("intermediate_size"),
             num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             rms_norm_eps=read.number("rms_norm_eps"),
             rope=rope,
             max_position_embeddings=context,
@@ -175,7 +163,7 @@ class ModelConfig:
         tensor_types: Mapping[str, str],
         path: Path,
         load_format: LoadFormat = "gguf",
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: str = "auto",
         frequency_divisors: Sequence[float] = (),
     ) -> ModelConfig:
         """Read the metadata of a GGUF file by way of the same checks as `from_hf`.
@@ -186,13 +174,12 @@ class ModelConfig:
         hf = hf_from_gguf(metadata, tensor_types, path)
         config = cls.from_hf(hf, path, load_format, dtype)
         divisors = tuple(float(value) for value in frequency_divisors)
-        if not divisors:
-            return config
-        if len(divisors) != config.head_dim // 2:
+        if divisors and len(divisors) != config.head_dim // 2:
             raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
         if not all(0 < value < math.inf for value in divisors):
             raise ModelLoadError(f"{path}: rope_freqs.weight: not all positive and finite")
-        return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
+        rope = replace(config.rope, frequency_divisors=divisors or config.rope.frequency_divisors)
+        return replace(config, rope=rope)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
@@ -331,19 +318,15 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path
 
 def _window(architecture: str, read: FieldReader, context: int) -> int | None:
     """None also for a window that holds the whole context: it hides nothing."""
-    if architecture not in _WINDOWED:
+    default = _WINDOWED.get(architecture)
+    if architecture not in _WINDOWED or read.config.get("sliding_window", default) is None:
         return None
-    if read.config.get("sliding_window", _WINDOWED[architecture]) is None:
-        return None
-    window = read.count("sliding_window", default=_WINDOWED[architecture])
+    window = read.count("sliding_window", default)
     return window if window < context else None
 
 
-def _heads(architecture: str, hidden_size: int, read: FieldReader) -> tuple[int, int, int]:
-    """num_heads, num_kv_heads, head_dim.
-
-    Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128.
-    """
+def _heads(architecture: str, hidden_size: int, read: FieldReader) -> dict[str, int]:
+    """Where a config does not say, heads share hidden_size; transformers' Qwen3 has 128."""
     num_heads = read.count("num_attention_heads", limit=MAX_HEADS)
     num_kv_heads = read.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -356,7 +339,7 @@ def _heads(architecture: str, hidden_size: int, read: FieldReader) -> tuple[int,
     head_dim = read.count("head_dim", default=default, limit=MAX_HEAD_DIM)
     if head_dim % 2:
         raise read.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    return num_heads, num_kv_heads, head_dim
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
 
 def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:
@@ -376,9 +359,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ConfigError("architectures: missing; is this the config.json of a language model?")
-    for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
+    if known := [str(name) for name in names if name in ARCHITECTURES]:
+        return known[0]
     supported = ", ".join(ARCHITECTURES)
     raise ModelLoadError(f"architectures={shown(names)} is not supported (supported: {supported})")
 

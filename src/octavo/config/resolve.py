@@ -63,10 +63,8 @@ class _Log:
 def make_args(settings: dict[str, Any]) -> EngineArgs:
     """EngineArgs from keyword arguments; unknown names raise ConfigError too."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown := sorted(set(settings) - known):
-        raise ConfigError(
-            f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-        )
+    if unknown := ", ".join(sorted(set(settings) - known)):
+        raise ConfigError(f"unknown setting {unknown}; known: {', '.join(sorted(known))}")
     return EngineArgs(**settings)
 
 
@@ -96,16 +94,17 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
         share = log.pick("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
     for name in ("block_size", "enable_prefix_caching", "seed", "max_logprobs"):
         log.pick(name)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
+        gpu_memory_utilization=share,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        num_blocks_override=args.num_gpu_blocks_override,
+        group_windows=tuple(model.window(group[0]) for group in model.layer_groups()),
+    )
     return EngineConfig(
         model=model,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            enable_prefix_caching=args.enable_prefix_caching,
-            gpu_memory_utilization=share,
-            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-            num_blocks_override=args.num_gpu_blocks_override,
-            group_windows=tuple(model.window(group[0]) for group in model.layer_groups()),
-        ),
+        cache=cache,
         scheduler=scheduler,
         device=facts.kind,
         seed=args.seed,
@@ -121,10 +120,8 @@ def _check_gpu_shapes(args: EngineArgs, model: ModelConfig) -> None:
     if model.dtype == "float32":
         raise ConfigError("dtype='float32' runs on the CPU only; use 'bfloat16' or 'float16'")
     if model.encoder is None and model.head_dim not in GPU_HEAD_DIMS:
-        raise ConfigError(
-            f"head_dim={model.head_dim} of {model.path} is none of {GPU_HEAD_DIMS}, which the GPU "
-            "kernels take; use device='cpu'"
-        )
+        taken = f"none of {GPU_HEAD_DIMS}, which the GPU kernels take; use device='cpu'"
+        raise ConfigError(f"head_dim={model.head_dim} of {model.path} is {taken}")
     sizes = {n: getattr(model, n) for n in ("vocab_size", "hidden_size", "intermediate_size")}
     if model.encoder is not None:
         del sizes["vocab_size"]  # it has no lm_head
@@ -171,22 +168,19 @@ def _resolve_scheduler(
         tokens, reason = max_model_len, "a text of any length in one step"
     max_num_seqs = log.pick("max_num_seqs", seqs, f"default on a {facts.kind.upper()}")
     budget = log.pick("max_num_batched_tokens", max(tokens, max_num_seqs), reason)
+    too_small = f"max_num_batched_tokens={budget} is less than"
     if budget < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: "
-            "a step must be able to run one token of every request"
-        )
+        rule = "a step must be able to run one token of every request"
+        raise ConfigError(f"{too_small} max_num_seqs={max_num_seqs}: {rule}")
     if model.encoder is not None and budget < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens={budget} is less than max_model_len={max_model_len}: "
-            "an embedding model runs a text in one step"
-        )
+        rule = "an embedding model runs a text in one step"
+        raise ConfigError(f"{too_small} max_model_len={max_model_len}: {rule}")
     slot_bytes = 4 * max_num_seqs * max_model_len  # the runner's token history
     if slot_bytes > facts.available_bytes // 2:
+        needed, free = (size / 2**30 for size in (slot_bytes, facts.available_bytes))
         raise ConfigError(
             f"max_num_seqs={max_num_seqs} requests of max_model_len={max_model_len} tokens need "
-            f"{slot_bytes / 2**30:.1f} GiB for their tokens alone; "
-            f"{facts.available_bytes / 2**30:.1f} GiB are free"
+            f"{needed:.1f} GiB for their tokens alone; {free:.1f} GiB are free"
         )
     log.pick("long_prefill_token_threshold")
     log.pick("scheduling_policy")
@@ -220,15 +214,13 @@ def size_kv_pool(
     gpu_memory_utilization. Raises ConfigError with what would fit.
     """
     cache, scheduler = config.cache, config.scheduler
-    if cache.num_blocks_override is not None:
-        if cache.num_blocks_override * block_bytes > available_bytes:
+    if (asked := cache.num_blocks_override) is not None:
+        if asked * block_bytes > available_bytes:
             raise ConfigError(
-                f"num_gpu_blocks_override={cache.num_blocks_override} blocks of {block_bytes} bytes "
-                f"are more than the {available_bytes} bytes that are free"
+                f"num_gpu_blocks_override={asked} blocks of {block_bytes} bytes are more than the "
+                f"{available_bytes} bytes that are free"
             )
-        return cache.num_blocks_override, Decision(
-            "kv_pool", f"{cache.num_blocks_override} blocks", "num_gpu_blocks_override"
-        )
+        return asked, Decision("kv_pool", f"{asked} blocks", "num_gpu_blocks_override")
     layout = cache.layout(scheduler.max_num_batched_tokens)
     useful = scheduler.max_num_seqs * layout.peak_blocks(scheduler.max_model_len) + 1
     if cache.kv_cache_memory_bytes is not None:

@@ -124,17 +124,14 @@ def read_rope(
 
 
 def _kind(inner: FieldReader, key: str, read: FieldReader, architecture: str) -> str:
-    kind, legacy = (
-        _renamed(inner.config.get(name), architecture) for name in ("rope_type", "type")
-    )
+    names = ("rope_type", "type")
+    kind, legacy = (_renamed(inner.config.get(name), architecture) for name in names)
     if kind is not None and legacy is not None and kind != legacy:
         raise read.error(key, f"rope_type={shown(kind)} and type={shown(legacy)} disagree")
     kind = kind or legacy or ("default" if "factor" not in inner.config else None)
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise ModelLoadError(
-            f"{read.where}: {key}: kind {shown(kind)} is not supported "
-            f"(supported: {', '.join(ROPE_KINDS)})"
-        )
+        supported = f"not supported (supported: {', '.join(ROPE_KINDS)})"
+        raise ModelLoadError(f"{read.where}: {key}: kind {shown(kind)} is {supported}")
     return kind
 
 
@@ -197,14 +194,9 @@ def _yarn(rope: RopeConfig, inner: FieldReader, declared: int) -> RopeConfig:
     if all(inner.config.get(key) is not None for key in named):
         above, below = (inner.number(key) for key in named)
         attention = (above * growth + 1.0) / (below * growth + 1.0)
-    return replace(
-        rope,
-        factor=factor,
-        attention_factor=inner.number("attention_factor", default=attention),
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=inner.flag("truncate", default=True),
-    )
+    rope = replace(rope, factor=factor, beta_fast=fast, beta_slow=slow)
+    attention = inner.number("attention_factor", default=attention)
+    return replace(rope, attention_factor=attention, truncate=inner.flag("truncate", default=True))
 
 
 def _longrope(rope: RopeConfig, inner: FieldReader, declared: int, pairs: int) -> RopeConfig:

@@ -85,22 +85,13 @@ def causal_pairs(query_len: int, seq_len: int, window: int | None = None) -> int
 
 
 def _product(
-    name: str,
-    layers: int,
-    size: int,
-    rows: int,
-    n: int,
-    k: int,
-    bias: bool = False,
-    inputs: int | None = None,
-    copies: float = 1.0,
-) -> Operation:
+    name: str, layers: int, size: int, rows: int, n: int, k: int, bias: bool = False,
+    inputs: int | None = None, copies: float = 1.0,
+) -> Operation:  # fmt: skip
     """One (rows, k) by (n, k) a layer. inputs: rows that are read, if fewer; copies: of the weight."""
     moved = (rows if inputs is None else inputs) * k + rows * n
-    weights = round(layers * copies * (n * k + bias * n))
-    return Operation(
-        name, layers, layers * moved * size, weights * size, 0, layers * 2 * rows * n * k
-    )
+    weights, flops = round(layers * copies * (n * k + bias * n)), layers * 2 * rows * n * k
+    return Operation(name, layers, layers * moved * size, weights * size, flops=flops)
 
 
 def _mlp_operations(model: ModelConfig, tokens: int) -> list[Operation]:

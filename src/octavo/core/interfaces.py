@@ -15,11 +15,9 @@ class Executor(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Queue one step and return at once."""
-        ...
 
     def shutdown(self) -> None:
         """Stop the workers; pending steps are finished first."""
-        ...
 
 
 class KVConnectorScheduler:

@@ -100,7 +100,9 @@ class KVCacheManager:
         """Blocks that it will take, at most at a time, until its tables cover this many tokens."""
         missing = self.num_missing_blocks(request, num_tokens) - len(hits) * self._num_groups
         if self.has_windows:
-            held = self._num_held(request) + sum(map(bool, hits.get_block_ids()))
+            held = sum(map(bool, hits.get_block_ids()))
+            if (table := self._tables.get(request.request_id)) is not None:
+                held += len(table.groups[0]) * self._num_groups - sum(table.num_passed)
             missing = min(missing, self.layout.peak_blocks(num_tokens) - held)
         return max(0, missing)
 
@@ -257,12 +259,6 @@ class KVCacheManager:
             held = counts[block.block_id]
             name = f"block {block.block_id}"
             assert block.ref_count == held, f"{name}: ref_count {block.ref_count}, {held} holders"
-
-    def _num_held(self, request: Request) -> int:
-        table = self._tables.get(request.request_id)
-        if table is None:
-            return 0
-        return len(table.groups[0]) * self._num_groups - sum(table.num_passed)
 
     def _first_blocks(self, num_tokens: int) -> list[int]:
         """Of each group the first block that is seen after so many tokens."""

@@ -9,23 +9,15 @@ import torch
 
 from octavo.attention.groups import ModelBackend
 from octavo.config.encoder import ENCODERS
-from octavo.config.model import ModelConfig
+from octavo.config.model import ARCHITECTURES, ModelConfig
 from octavo.models import bert, llama
 from octavo.models.decoder import DecoderModel, WeightTarget
 
 WEIGHT_MAPS: dict[str, Callable[[ModelConfig], dict[str, WeightTarget]]] = {
-    "LlamaForCausalLM": llama.weight_map,
-    "Qwen2ForCausalLM": llama.weight_map,
-    "Qwen3ForCausalLM": llama.weight_map,
-    "MistralForCausalLM": llama.weight_map,
+    **dict.fromkeys(ARCHITECTURES, llama.weight_map),
     "Phi3ForCausalLM": partial(llama.weight_map, fused=True),
-    "Gemma3ForCausalLM": llama.weight_map,
-    "MixtralForCausalLM": llama.weight_map,
-    "Qwen2MoeForCausalLM": llama.weight_map,
-    "Qwen3MoeForCausalLM": llama.weight_map,
     **dict.fromkeys(ENCODERS, bert.weight_map),
 }
-"""One entry for each of config.model.ARCHITECTURES."""
 
 
 def build_model(config: ModelConfig, backend: ModelBackend, device: torch.device) -> DecoderModel:

@@ -26,6 +26,7 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
         raise ConfigError("model='' names no folder, file or Hugging Face id")
     path = hub.resolve_model_path(args.model, args.revision)
     load_format, dtype = args.load_format, args.dtype
+    kind: LoadFormat
     if path.is_dir() and not safetensors.is_file(path / "config.json"):
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
@@ -34,16 +35,15 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
     if path.suffix == ".gguf" and not path.is_dir():
         if load_format == "safetensors":
             raise ModelLoadError(f"{path}: load_format is safetensors, but this is a GGUF file")
-        kind: LoadFormat = "dummy" if load_format == "dummy" else "gguf"
+        kind = "dummy" if load_format == "dummy" else "gguf"
         return gguf.read_config(gguf.GGUFFile(path), kind, dtype)
     if load_format == "gguf":
         raise ModelLoadError(f"{path}: load_format is gguf, but this is a folder with config.json")
     config = safetensors.read_json(path / "config.json")
     if load_format != "dummy" and not (config.get("dtype") or config.get("torch_dtype")):
         config["dtype"] = safetensors.stored_dtype(path)
-    result = ModelConfig.from_hf(
-        config, path, "dummy" if load_format == "dummy" else "safetensors", dtype
-    )
+    kind = "dummy" if load_format == "dummy" else "safetensors"
+    result = ModelConfig.from_hf(config, path, kind, dtype)
     if result.encoder is not None:
         return with_pooling(result)
     return _with_generation_config(result, path, args.generation_config == "auto")

@@ -42,26 +42,18 @@ _GLOBAL_NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+_MLP_PARTS = ("gate", "up", "down")
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k": "self_attn.k_proj",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+    **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **{f"ffn_{one}": f"mlp.{one}_proj" for one in _MLP_PARTS},
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    **{f"ffn_{one}_exps": f"mlp.experts.{{}}.{one}_proj" for one in _MLP_PARTS},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in _MLP_PARTS},
 }
 # Gemma's norms stand elsewhere; see models.llama.
 _GEMMA_LAYER_NAMES = {
@@ -77,9 +69,8 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ModelLoadError(
-            f"GGUF files need the package gguf: pip install gguf ({error})"
-        ) from error
+        need = "GGUF files need the package gguf: pip install gguf"
+        raise ModelLoadError(f"{need} ({error})") from error
     return gguf
 
 
@@ -154,10 +145,13 @@ class GGUFFile:
                 raise self._error(f"tensor {shown(name)} ends past the end of the file: truncated?")
             self.tensors[name] = TensorInfo(info.shape, info.type, start, info.num_bytes)
 
+    def _unpack_all(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(layout, self._bytes, self._at)
+        self._at += struct.calcsize(layout)
+        return values
+
     def _unpack(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self._bytes, self._at)
-        self._at += struct.calcsize(f"<{code}")
-        return value
+        return self._unpack_all(f"<{code}")[0]
 
     def _string(self) -> str:
         length = self._unpack("Q")
@@ -180,9 +174,7 @@ class GGUFFile:
         if count > min(len(self._bytes) - self._at, _MAX_VALUES):
             raise self._error(f"an array of {count} values does not fit the file, or {_MAX_VALUES}")
         if inner in _SCALARS:
-            values = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self._bytes, self._at)
-            self._at += struct.calcsize(f"<{count}{_SCALARS[inner]}")
-            return list(values)
+            return list(self._unpack_all(f"<{count}{_SCALARS[inner]}"))
         return [self._value(inner, depth + 1) for _ in range(count)]
 
     def _tensor_info(self) -> tuple[str, TensorInfo]:
@@ -224,9 +216,8 @@ class GGUFFile:
         try:
             values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), info.type)
         except NotImplementedError as error:
-            raise ModelLoadError(
-                f"{self.path}: tensor {shown(name)}: type {info.type.name} cannot be dequantised"
-            ) from error
+            text = f"tensor {shown(name)}: type {info.type.name} cannot be dequantised"
+            raise ModelLoadError(f"{self.path}: {text}") from error
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(info.shape)
 
 

@@ -33,9 +33,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         raise ModelLoadError(f"{shown(model)}: not a path ({error})") from error
     if local is not None:
         if revision is not None:
-            raise ConfigError(
-                f"revision={shown(revision)}: {local} is local; only a Hugging Face id has revisions"
-            )
+            rule = f"{local} is local; only a Hugging Face id has revisions"
+            raise ConfigError(f"revision={shown(revision)}: {rule}")
         return local
     looked = f"{model!r}: no folder or file {path.absolute()}"
     match = _HUB_ID.fullmatch(model)
@@ -47,9 +46,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         files = sorted(folder.rglob(f"*{tag}*.gguf"))
         if len(files) != 1:
             found = ", ".join(file.name for file in files[:8]) or "none"
-            raise ModelLoadError(
-                f"{model!r}: {len(files)} .gguf files have {tag!r} in them: {found}"
-            )
+            found = f"{len(files)} .gguf files have {tag!r} in them: {found}"
+            raise ModelLoadError(f"{model!r}: {found}")
         return files[0]
     folder = _download(name, revision, looked, PATTERNS)
     if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
@@ -63,23 +61,18 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
 def _local_path(model: str, path: Path) -> Path | None:
     if model == DEMO and not path.exists():
         return find_demo_model()
-    if path.is_dir():
-        return path
     if path.is_file() and path.suffix != ".gguf":
         raise ModelLoadError(f"{path} is a file, but not a .gguf file")
-    return path if path.is_file() else None
+    return path if path.is_dir() or path.is_file() else None
 
 
 def _download(model: str, revision: str | None, looked: str, patterns: list[str]) -> Path:
     # Imported here: it takes half a second, and local models do not need it.
     from huggingface_hub import constants, snapshot_download
 
+    wanted = {"allow_patterns": patterns, "ignore_patterns": IGNORED}
     try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED
-            )
-        )
+        return Path(snapshot_download(model, revision=revision, **wanted))
     except Exception as error:  # the hub, the HTTP library and the disk have their own each
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -13,12 +13,8 @@ from octavo.errors import ModelLoadError, shown
 from octavo.weights.safetensors import is_file, parse_json, read_json
 
 # As each version of the library spells it.
-_POOLING: dict[Any, PoolingType] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "mean": "mean",
-    "cls": "cls",
-}
+_POOLING: dict[Any, PoolingType] = {"mean": "mean", "cls": "cls"}
+_POOLING |= {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _STEPS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
 
@@ -31,12 +27,10 @@ def with_pooling(config: ModelConfig) -> ModelConfig:
     assert encoder is not None
     settings, modules = config.path / "sentence_bert_config.json", config.path / "modules.json"
     if is_file(settings):
-        read, positions = (
-            FieldReader(read_json(settings), str(settings)),
-            config.max_position_embeddings,
-        )
+        read = FieldReader(read_json(settings), str(settings))
         if read.flag("do_lower_case"):
             raise ModelLoadError(f"{settings}: do_lower_case=True is not supported")
+        positions = config.max_position_embeddings
         longest = min(positions, read.count("max_seq_length", default=positions))
         config = replace(config, max_position_embeddings=longest)
     if not is_file(modules):
