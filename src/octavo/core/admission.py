@@ -16,18 +16,17 @@ def check_can_ever_run(
     Liveness rests on this rule: whoever is first in order can always be given all it needs.
     """
     num_prompt = len(request.prompt_token_ids)
-    limit, rule = config.max_model_len, ""
+    limit = config.max_model_len
     if num_prompt == 0:
-        rule = "is empty"
-    elif num_prompt > limit:
-        rule = f"{num_prompt} tokens exceed max_model_len={limit}"
-    elif num_prompt == limit and request.max_tokens > 0:
-        rule = (
+        raise InvalidRequestError("prompt", "is empty")
+    if num_prompt > limit:
+        raise InvalidRequestError("prompt", f"{num_prompt} tokens exceed max_model_len={limit}")
+    if num_prompt == limit and request.max_tokens > 0:
+        raise InvalidRequestError(
+            "prompt",
             f"{num_prompt} tokens fill max_model_len={limit} and leave no room for an output token"
+            " (max_tokens=0 asks for prompt scores only)",
         )
-        rule += " (max_tokens=0 asks for prompt scores only)"
-    if rule:
-        raise InvalidRequestError("prompt", rule)
     num_total = min(num_prompt + request.max_tokens, limit)
     if layout.peak_blocks(num_total) > num_usable_blocks:
         alone = layout.peak_blocks(num_prompt + min(1, request.max_tokens)) > num_usable_blocks
