@@ -18,7 +18,7 @@ from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from octavo.kv_transfer.connector import KVConnectorWorker, NullWorkerConnector
+from octavo.kv_transfer.connector import KVConnectorWorker
 from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
@@ -130,7 +130,7 @@ class ModelRunner(ABC):
         scheduler, self._block_size = config.scheduler, config.cache.block_size
         self._model, self._backend, self._kv_caches = model, backend, kv_caches
         self._device = device
-        self._connector = connector or NullWorkerConnector()
+        self._connector = connector or KVConnectorWorker()
         self._connector.register_kv_caches(kv_caches)
         self.slots = RequestSlots(
             scheduler.max_num_seqs,

@@ -10,7 +10,7 @@ import torch
 
 from octavo.core.interfaces import KVConnectorScheduler
 from octavo.core.scheduler_output import SchedulerOutput
-from octavo.kv_transfer.connector import NullWorkerConnector
+from octavo.kv_transfer.connector import KVConnectorWorker
 from tests.cpu.tiny.helpers import PARAMS, run, runner_of, tiny
 
 
@@ -21,7 +21,7 @@ class CountingConnector(KVConnectorScheduler):
         return plan.total_num_scheduled_tokens or None
 
 
-class RecordingWorker(NullWorkerConnector):
+class RecordingWorker(KVConnectorWorker):
     """Worker role: notes what it was told, and how much of the cache was written by then."""
 
     def __init__(self, cache: torch.Tensor) -> None:
