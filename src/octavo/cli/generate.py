@@ -17,7 +17,9 @@ from octavo.outputs import Logprob, RequestOutput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: read them from stdin")
+    parser.add_argument(
+        "prompts", nargs="*", default=[], metavar="PROMPT", help="none: read them from stdin"
+    )
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user message")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")

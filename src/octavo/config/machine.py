@@ -6,34 +6,40 @@ import os
 import platform
 from pathlib import Path
 
+_CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "memory.stat", "inactive_file "),
+    (
+        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        *("memory/memory.stat", "total_inactive_file "),
+    ),
 )
+"""Limit, usage, and the file and name of pages of files in it that are given back when needed."""
 
 
 def available_memory() -> int:
     """Bytes that can be taken without swapping: MemAvailable, or what the container has left."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if said := _value("/proc/meminfo", "MemAvailable:"):
+    if said := _value(Path("/proc/meminfo"), "MemAvailable:"):
         available = int(said.split()[0]) * 1024
-    for files in _CGROUP_FILES:
-        limit, usage = (_value(file) for file in files)
+    for *files, stat, name in _CGROUP_FILES:
+        limit, usage = (_value(_CGROUP / file) for file in files)
         if limit.isdigit() and usage.isdigit():
-            available = min(available, max(0, int(limit) - int(usage)))
+            cached = int(_value(_CGROUP / stat, name) or 0)
+            available = min(available, max(0, int(limit) - int(usage) + cached))
     return available
 
 
 def cpu_name() -> str:
     """The processor's model name."""
-    said = _value("/proc/cpuinfo", "model name")
+    said = _value(Path("/proc/cpuinfo"), "model name")
     return said.lstrip("\t :") or platform.processor() or platform.machine()
 
 
-def _value(path: str, name: str = "") -> str:
+def _value(path: Path, name: str = "") -> str:
     """The rest of the first line that begins with `name`; empty without such a line or file."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return ""
     return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")

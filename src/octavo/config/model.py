@@ -183,7 +183,8 @@ class ModelConfig:
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
-        return replace(self, rope=self.rope.for_context(max_model_len))
+        local = self.local_rope and self.local_rope.for_context(max_model_len)
+        return replace(self, rope=self.rope.for_context(max_model_len), local_rope=local)
 
     def window(self, layer: int) -> int | None:
         """Keys that a token sees in this layer, its own included; None: all up to its own."""

@@ -1,7 +1,7 @@
 """Chained hashes of full KV blocks: the names under which computed prefixes are found.
 
 A hash covers the parent's hash, the block's token ids and the extra keys, each tagged by its kind.
-The seed is a constant, so replicas agree. A hash only finds a candidate: `BlockPool.lookup`
+The seed is a constant, so replicas agree. A hash only finds a candidate: `BlockPool.find`
 compares the content itself, so a weak hash function costs hits, never correctness.
 """
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.core.request import Request
-    from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-
-class Executor(Protocol):
-    """Runs plans on the workers, in the order given."""
-
-    def execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Queue one step and return at once."""
-
-    def shutdown(self) -> None:
-        """Stop the workers; pending steps are finished first."""
+    from octavo.core.scheduler_output import SchedulerOutput
 
 
 class KVConnectorScheduler:

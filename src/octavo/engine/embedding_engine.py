@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from typing import get_args
 
 from octavo.config.encoder import EncoderConfig, PoolingType
 from octavo.config.engine import EngineArgs, EngineConfig
@@ -15,9 +15,12 @@ from octavo.config.resolve import resolve
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import EngineDeadError, InvalidRequestError, expect, shown
+from octavo.logging import get_logger
 from octavo.outputs import EmbeddingOutput
 from octavo.worker.device import probe_device
 from octavo.worker.encoder_worker import EncoderWorker
+
+logger = get_logger(__name__)
 
 
 class EmbeddingEngine:
@@ -49,11 +52,15 @@ class EmbeddingEngine:
         if limit is not None:
             least = 1 if self.tokenizer is None else self.tokenizer.num_special_tokens + 1
             field, wanted = "truncate_prompt_tokens", f"-1 or an integer from {least} to {longest}"
-            limit = longest if limit == -1 else expect(field, limit, int, wanted)
+            limit = expect(field, limit, int, wanted)
+            limit = longest if limit == -1 else limit
             if not least <= limit <= longest:
                 raise InvalidRequestError(field, f"must be {wanted}, not {shown(limit)}")
         text, token_ids, _ = self._inputs.read_prompt(prompt, limit)
-        if text is not None and not text.strip():
+        if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+            raise InvalidRequestError("cache_salt", "an embedding model has no cache")
+        has_ids = isinstance(prompt, Mapping) and "prompt_token_ids" in prompt
+        if text is not None and not text.strip() and not has_ids:
             raise InvalidRequestError("prompt", "is empty")
         if len(token_ids) > longest:
             text = f"{len(token_ids)} tokens do not fit into max_model_len={longest}"
@@ -64,22 +71,40 @@ class EmbeddingEngine:
         """The model's pooling with what is not None changed. Raises InvalidRequestError."""
         pooling = self.config.model.encoder
         assert pooling is not None
-        known = {"pooling_type": get_args(PoolingType), "normalize": (True, False)}
-        asked: dict[str, Any] = {"pooling_type": pooling_type, "normalize": normalize}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        for name, value in asked.items():
-            if value not in known[name]:
-                raise InvalidRequestError(name, f"{shown(value)} is none of {known[name]}")
-        return dataclasses.replace(pooling, **asked)
+        if normalize is not None:
+            expect("normalize", normalize, bool, "true or false")
+            pooling = dataclasses.replace(pooling, normalize=normalize)
+        if pooling_type is not None:
+            if expect("pooling_type", pooling_type, str, "text") not in (
+                known := get_args(PoolingType)
+            ):
+                raise InvalidRequestError(
+                    "pooling_type", f"{shown(pooling_type)} is none of {known}"
+                )
+            pooling = dataclasses.replace(pooling, pooling_type=pooling_type)
+        return pooling
 
     def embed(
         self, texts: Iterable[list[int]], pooling: EncoderConfig
     ) -> Iterator[EmbeddingOutput]:
-        """One output a text (token ids from `process`), in order, as steps end."""
+        """One output a text (token ids from `process`), in order, as steps end.
+
+        A step that fails is the error of its texts only. Raises EngineDeadError after shutdown.
+        """
         if os.getpid() != self._process_id:
             raise EngineDeadError("the engine stayed in the process that made it")
         for step in self._steps(texts):
-            yield from self._thread.submit(self._worker.embed, step, pooling).result()
+            try:
+                pending = self._thread.submit(self._worker.embed, step, pooling)
+            except RuntimeError as closed:
+                raise EngineDeadError("the engine was shut down") from closed
+            try:
+                outputs = pending.result()
+            except Exception as error:
+                logger.exception("a step of %d texts failed", len(step))
+                message = f"{type(error).__name__}: {error}"
+                outputs = [EmbeddingOutput([], message) for _ in step]
+            yield from outputs
 
     def shutdown(self) -> None:
         """Finish what runs and end the thread. May be called twice."""

@@ -174,10 +174,12 @@ def choose_tiles(
     depend on the number of threads (the bits of the canonical tile do not), so steps must run with
     as many as the loader had: `num_threads`.
     """
+    candidates = [tile for tile in LARGER_TILES if tile * out_features <= MAX_TILE_OUTPUTS]
+    if not candidates:  # a large vocabulary: trying would only take its memory once more
+        return TILE, _NO_LARGER
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(out_features, in_features).uniform_(-1, 1, generator=generator).to(dtype)
-    candidates = [tile for tile in LARGER_TILES if tile * out_features <= MAX_TILE_OUTPUTS]
-    rows = max(candidates, default=2 * TILE)
+    rows = max(candidates)
     x = torch.randn(rows, in_features, generator=generator).to(dtype)
     best_hint, best = TILE, _NO_LARGER
     for hint in (TILE, 1):

@@ -57,9 +57,11 @@ def _with_generation_config(config: ModelConfig, folder: Path, sampling: bool) -
     path = folder / "generation_config.json"
     content = safetensors.read_json(path) if path.exists() else {}
     ids = token_ids(content.get("eos_token_id"), f"{path}: eos_token_id", config.vocab_size)
-    found = {name: content[name] for name in SAMPLING if content.get(name) is not None}
-    if content.get("do_sample") is False:
-        found = {"temperature": 0.0}
+    named = SAMPLING if sampling else ()
+    found = {name: content[name] for name in named if content.get(name) is not None}
+    if sampling and content.get("do_sample") is False:
+        penalty = {name: value for name, value in found.items() if name == "repetition_penalty"}
+        found = {"temperature": 0.0, **penalty}
     try:
         SamplingParams(**found)
     except InvalidRequestError as error:
@@ -67,5 +69,5 @@ def _with_generation_config(config: ModelConfig, folder: Path, sampling: bool) -
     return replace(
         config,
         eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))),
-        sampling_defaults=tuple(found.items()) if sampling else (),
+        sampling_defaults=tuple(found.items()),
     )

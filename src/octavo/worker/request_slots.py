@@ -58,11 +58,6 @@ class RequestSlots:
         self._num_blocks_of: dict[str, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
-    @property
-    def num_free(self) -> int:
-        """Slots without a request."""
-        return len(self._free)
-
     def update(self, plan: SchedulerOutput) -> list[int]:
         """Free, admit and extend rows as the plan says. Returns the slots that were freed.
 

@@ -30,7 +30,7 @@ def tiny(model: Path, **settings: Any) -> Iterator[LLM]:
         core = llm.engine.core
         core.scheduler.check_integrity()
         assert core.scheduler.is_idle_clean()
-        assert runner_of(llm).slots.num_free == core.config.scheduler.max_num_seqs
+        assert len(runner_of(llm).slots._free) == core.config.scheduler.max_num_seqs
 
 
 def runner_of(llm: LLM) -> ModelRunner:

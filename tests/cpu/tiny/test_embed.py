@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from octavo import LLM
 from octavo.cli import main
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from octavo.worker.encoder_worker import EncoderWorker
 from tests.cpu.tiny.encoders import write_encoder
 
 TEXTS = ["the old ship", "seas", "a ship a wind the sea", "wind", "ship " * 40]
@@ -109,6 +112,9 @@ def test_texts_that_are_too_long_are_refused_or_cut(folder: Path) -> None:
         ("a", {"pooling_type": "max"}, r"pooling_type: 'max' is none of \('mean', 'cls'\)"),
         ("a", {"pooling_type": ["cls"]}, "pooling_type: "),
         ("a", {"normalize": "no"}, "normalize: "),
+        ("a", {"normalize": 1}, "normalize: "),
+        ("a", {"truncate_prompt_tokens": -1.0}, "truncate_prompt_tokens: "),
+        ({"prompt": "a", "cache_salt": "x"}, {}, "cache_salt: "),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_by_name(
@@ -157,6 +163,48 @@ def test_a_text_without_a_finite_vector_fails_alone(tmp_path: Path) -> None:
         assert "not finite in float32" in bad.error
         together = llm.embed(["wind", "ship", "wind"], use_tqdm=False)
         assert [output.outputs for output in together] == [bad, good, bad]
+
+
+def test_a_step_that_fails_is_the_error_of_its_texts_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = EncoderWorker.embed
+
+    def embed(worker: EncoderWorker, texts: Any, pooling: Any) -> Any:
+        if texts[0] == [6]:
+            raise MemoryError("no room")
+        return run(worker, texts, pooling)
+
+    monkeypatch.setattr(EncoderWorker, "embed", embed)
+    with LLM(folder, max_num_seqs=1) as llm:
+        good, bad, last = (o.outputs for o in llm.embed([[7, 8], [6], [7, 8]], use_tqdm=False))
+    assert (bad.embedding, bad.error) == ([], "MemoryError: no room")
+    assert good.error is None
+    assert good == last
+
+
+def test_shutdown_amid_a_call_ends_it_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, run = LLM(folder, max_num_seqs=1), EncoderWorker.embed
+    begun, go_on = threading.Event(), threading.Event()
+
+    def embed(worker: EncoderWorker, texts: Any, pooling: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return run(worker, texts, pooling)
+
+    monkeypatch.setattr(EncoderWorker, "embed", embed)
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(llm.embed, [[6]] * 3, use_tqdm=False)
+        assert begun.wait(60)
+        end = pool.submit(llm.shutdown)
+        while not llm._engine._thread._shutdown:
+            time.sleep(0.01)
+        go_on.set()
+        end.result(60)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            call.result(60)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -308,8 +308,9 @@ def test_generation_config_gives_defaults_to_requests_that_have_none(tmp_path: P
         assert llm.get_default_sampling_params() == expected
         reasons = {decision.name: decision for decision in llm.engine.config.decisions}
         assert reasons["sampling_defaults"].value == "temperature=0.7, top_k=20"
-    path.write_text(json.dumps(content | {"do_sample": False}))
-    assert load_model_config(ours).sampling_defaults == (("temperature", 0.0),)
+    path.write_text(json.dumps(content | {"do_sample": False, "repetition_penalty": 1.2}))
+    greedy = (("temperature", 0.0), ("repetition_penalty", 1.2))
+    assert load_model_config(ours).sampling_defaults == greedy
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
@@ -319,3 +320,5 @@ def test_bad_generation_defaults_are_named(name: str, value: object, tmp_path: P
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}"):
         load_model_config(EngineArgs(str(tmp_path)))
+    silent = EngineArgs(str(tmp_path), generation_config="octavo")
+    assert load_model_config(silent).sampling_defaults == ()

@@ -43,7 +43,7 @@ def test_freed_slot_is_reused_and_unknown_ids_are_ignored() -> None:
         2, new_requests=[admission("b", [7], [3])], removed_request_ids=["a", "never-seen"]
     )
     assert slots.update(plan) == [0]
-    assert slots.num_free == 0
+    assert not slots._free
     assert slots.num_computed_tokens.tolist() == [0]
     assert slots.block_tables[0, 0, 0] == 3
 
