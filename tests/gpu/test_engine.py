@@ -148,6 +148,27 @@ def test_one_failing_request_fails_alone(model: Path, solo: list[Any]) -> None:
         assert [fingerprint(output) for output in outputs[:4]] == solo[:4]
 
 
+@pytest.mark.parametrize("chunk", [0, 101])
+def test_nan_reaches_no_text_before_it(model: Path, chunk: int) -> None:
+    """Blocks of a failing request are hits for others, up to the token that is NaN."""
+    with engine(model, long_prefill_token_threshold=chunk) as llm:
+        head = [20 + 7 * i % 900 for i in range(40)]
+        good, bad = [*head, 60, 61, 62], [*head, 4000, *[50] * 300]
+        worker = llm.engine.core._executor._worker
+        worker._model.embed_tokens.weight[4000] = float("nan")
+        torch.cuda.synchronize()
+        prompts = [{"prompt_token_ids": one} for one in (good, bad, good)]
+        settings = SamplingParams(
+            temperature=0.0, max_tokens=5, logprobs=1, detokenize=False, ignore_eos=True
+        )
+        alone = llm.generate(prompts[0], settings, use_tqdm=False)[0]
+        assert llm.reset_prefix_cache()
+        failing, after = (llm.generate(p, settings, use_tqdm=False)[0] for p in prompts[1:])
+        assert failing.outputs[0].finish_reason == "error"
+        assert not chunk or after.num_cached_tokens >= 32  # one step that fails offers no block
+        assert fingerprint(after) == fingerprint(alone)
+
+
 def test_prompt_scores_equal_alone_and_chunked(model: Path) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=2, prompt_logprobs=2, detokenize=False, ignore_eos=True

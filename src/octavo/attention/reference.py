@@ -11,6 +11,7 @@ splits before it are skipped, which changes no bit either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,8 +49,8 @@ class SplitPlan:
     Keys that no token of the item sees point at the null block, which is all zeros."""
     visible: torch.Tensor
     """(num_items - num_full, 1, rows, 256) fp32: 1 where the row sees the key, else 0."""
-    bias: torch.Tensor
-    """The same shape: 0 where visible, -1e38 elsewhere."""
+    hidden: torch.Tensor
+    """The same shape, bool: where the row does not see the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +202,9 @@ class ReferenceAttention:
             visible = keys <= position[full:end]
             if window is not None:
                 visible &= keys > position[full:end] - window
-            items, seen = slice(begin, end), visible.float()
+            items = slice(begin, end)
             gather = self._gather_index(tables[items], lowest[items], last[items], keys)
-            bias = (seen - 1.0) * _HIDDEN
-            yield SplitPlan(begin, end - begin, full - begin, gather, seen, bias)
+            yield SplitPlan(begin, end - begin, full - begin, gather, visible.float(), ~visible)
 
     def _gather_index(
         self, tables: torch.Tensor, lowest: torch.Tensor, last: torch.Tensor, keys: torch.Tensor
@@ -227,6 +227,8 @@ class ReferenceAttention:
         """Store key and value, (T, num_kv_heads, head_dim) each, in the dtype of kv_cache."""
         if metadata.write_tokens is not None:
             key, value = key[metadata.write_tokens], value[metadata.write_tokens]
+        if not math.isfinite(value.sum(dtype=torch.float32).item()):
+            key, value = contain_values(key, value)
         rows = kv_cache.view(-1, self.spec.num_kv_heads, self.spec.head_dim)
         rows.index_copy_(0, metadata.write_rows, key)
         rows.index_copy_(0, metadata.write_rows + self.spec.block_size, value)
@@ -292,7 +294,7 @@ def _split_partial(
     scores = torch.bmm(q.reshape(-1, rows, head_dim), keys.transpose(1, 2))
     scores = scores.view(items, num_kv_heads, rows, SPLIT_SIZE)
     if split.num_full < items:
-        scores[split.num_full :].add_(split.bias)
+        scores[split.num_full :].masked_fill_(split.hidden, -_HIDDEN)
     peak = scores.amax(-1, keepdim=True).clamp_(min=_PEAK_FLOOR)
     weights = _exp_(scores.sub_(peak))
     if split.num_full < items:
@@ -300,6 +302,16 @@ def _split_partial(
     total = weights.sum(-1, keepdim=True)
     out = torch.bmm(weights.view(-1, rows, SPLIT_SIZE), values)
     return peak, total, out.view(items, num_kv_heads, rows, head_dim)
+
+
+def contain_values(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """key, value: (T, num_kv_heads, head_dim). Where V is not finite, V becomes 0 and K NaN.
+
+    Rows that do not see a key give it weight zero, and zero times NaN is NaN. K is hidden from them by a
+    mask instead, and still brings NaN to every row that sees the key.
+    """
+    broken = ~value.isfinite().all(-1, keepdim=True)
+    return key.masked_fill(broken, torch.nan), value.masked_fill(broken, 0.0)
 
 
 def _exp_(x: torch.Tensor) -> torch.Tensor:

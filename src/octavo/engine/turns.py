@@ -29,6 +29,8 @@ class InterruptGate:
         self._handler: Callable[[int, Any], Any] | None = None
         self._pressed: tuple[int, FrameType | None] | None = None
         self._open = False
+        # What another signal's handler raises may leave us installed outside: then Ctrl-C passes.
+        self._entered = False
 
     def __enter__(self) -> InterruptGate:
         if threading.current_thread() is threading.main_thread():
@@ -36,10 +38,12 @@ class InterruptGate:
             if callable(handler):
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._note)
+                self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
+            self._entered = False
             signal.signal(signal.SIGINT, self._handler)
             self.let_through()
 
@@ -61,7 +65,7 @@ class InterruptGate:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pressed = number, frame
-        if self._open:
+        if self._open or not self._entered:
             self.let_through()
 
 

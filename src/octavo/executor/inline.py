@@ -7,7 +7,9 @@ N. On a GPU launching returns at once by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,21 +48,31 @@ class PendingStep:
     def __init__(
         self, launched: Future[LaunchedStep] | _Outcome[LaunchedStep], worker: Worker
     ) -> None:
-        self._launched, self._worker = launched, worker
+        self._worker = worker
+        self._launched: LaunchedStep | BaseException | None = None
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        if isinstance(launched, Future):
+            launched.add_done_callback(self._note)
+        else:
+            self._note(launched)
+
+    def _note(self, launched: Future[LaunchedStep] | _Outcome[LaunchedStep]) -> None:
+        self._launched = launched.exception() or launched.result()
+        self._bell.put(None)
 
     def collect(self) -> ModelRunnerOutput | Exception:
         """Wait for the step: its output, or what it raised. May be called again after an interrupt.
 
         A DeviceLostError means that no later step can succeed.
         """
-        while isinstance(self._launched, Future) and not self._launched.done():
-            # A signal that came just before this waits is seen after it: it must not be long.
-            wait([self._launched], timeout=_LOOK_UP)
-        failure = self._launched.exception()
-        if failure is not None:
-            error = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+        while (step := self._launched) is None:
+            # Not by a lock that Python code takes, a Future's neither: what a signal handler raises in
+            # between would leave it taken. A signal that came just before this wait is seen after it.
+            with suppress(Empty):
+                self._bell.get(timeout=_LOOK_UP)
+        if isinstance(step, BaseException):
+            error = step if isinstance(step, Exception) else RuntimeError(repr(step))
             return self._worker.diagnose(error)
-        step = self._launched.result()
         try:
             # What a signal handler raises during the waits is not the step's error, and passes.
             step.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.attention.reference import contain_values
 from octavo.config.rope import RopeConfig
 from octavo.kernels.triton.norm import reference_rms_norm
 from octavo.layers.rotary import RotaryEmbedding
@@ -38,7 +39,8 @@ def rope_and_cache_by_layers(
     rotary = RotaryEmbedding(RopeConfig(1e4), head_dim, 1, torch.device("cpu"))
     slots = slot_mapping[real]
     block, offset = slots // block_size, slots % block_size
-    kv_cache[block, 0, :, offset] = rotary(key, tables)[real]
+    key, value = contain_values(rotary(key, tables), value)
+    kv_cache[block, 0, :, offset] = key[real]
     kv_cache[block, 1, :, offset] = value[real]
     rotated: torch.Tensor = rotary(query, tables)
     return rotated

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.config.model import ModelConfig
 from octavo.models.registry import weight_map
 from octavo.outputs import RequestOutput
 from tests.cpu.tiny.conftest import TINY
-from tests.cpu.tiny.helpers import params, run, tiny
+from tests.cpu.tiny.helpers import params, run, tiny, tokens
 
 PROMPTS = [[3, 4, 5], list(range(10, 200)), [7] * 33, list(range(100, 429))]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -103,6 +103,30 @@ def test_results_are_those_of_each_request_alone(family: str, dtype: str, tmp_pa
         with tiny(folder, async_scheduling=overlap, max_num_batched_tokens=64, **loaded) as llm:
             assert preempted(llm, settings) == solo
     assert len({token for tokens, _ in solo for token in tokens}) > 15
+
+
+@pytest.mark.parametrize("family", ["dynamic", "mistral", "gemma3", "qwen3_moe"])
+def test_what_is_not_finite_reaches_only_who_sees_it(family: str, tmp_path: Path) -> None:
+    """Token 11 is NaN. Texts before it, in blocks that later requests hit, are not; nor is what comes
+    of the request itself another with other chunks, as where a window has passed the token."""
+    folder = save(tmp_path, family)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][11] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    head = [20 + 7 * i % 40 for i in range(40)]
+    good, bad = [*head, 60, 61, 62], [*head, 11, *[50] * 180]
+    settings, found = params(max_tokens=5), []
+    for budget in (9, 64, 300):
+        with tiny(folder, load_format="safetensors", max_num_batched_tokens=budget) as llm:
+            alone = tokens(run(llm, [good], settings))
+            assert llm.reset_prefix_cache()
+            [failing] = run(llm, [bad], settings)
+            [after] = run(llm, [good], settings)
+            assert tokens([after]) == alone
+            assert budget > 64 or after.num_cached_tokens > 0  # one step that fails offers no block
+            found.append((failing.outputs[0].finish_reason, failing.outputs[0].token_ids))
+    assert found == found[:1] * 3
+    assert (found[0][0] == "error") == (family != "mistral")
 
 
 def test_a_window_bounds_the_blocks_of_a_long_text(overlap: bool, tmp_path: Path) -> None:

@@ -330,3 +330,30 @@ def test_a_late_abort_still_brings_the_last_output(tiny_model: Path) -> None:
         engine.abort_soon(["a"])
         seen = [output for _ in range(20) if engine.has_work() for output in engine.step()]
         assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_works_where_another_handlers_error_has_left_the_gate_installed(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """signal.signal runs the handlers of pending signals first, and one may raise (an alarm)."""
+    install = signal.signal
+
+    def alarmed(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call and call == 2:
+            raise TimeoutError
+        install(*args)
+        if len(calls) == call:
+            raise TimeoutError
+
+    calls: list[Any] = []
+    monkeypatch.setattr(signal, "signal", alarmed)
+    with pytest.raises(TimeoutError), Turns().take():
+        pass
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    signal.signal(signal.SIGINT, signal.default_int_handler)

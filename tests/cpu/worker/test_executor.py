@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,32 @@ def test_what_a_call_raises_is_the_outcome_of_its_step(tmp_path: Path) -> None:
     step = PendingStep(_CallersThread().submit(launch), make_worker(tmp_path))
     assert isinstance(step.collect(), ValueError)
     assert isinstance(step.collect(), ValueError)
+
+
+def test_waiting_for_a_step_takes_no_lock_of_its_future(tmp_path: Path) -> None:
+    """An interrupt could leave it taken, and the worker would wait for it for ever."""
+    future: Future[LaunchedStep] = Future()
+    step = PendingStep(future, make_worker(tmp_path))
+    takers, condition = [], future._condition
+
+    class Watched:
+        def __enter__(self) -> object:
+            takers.append(threading.get_ident())
+            return condition.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            condition.__exit__(*error)
+
+        def notify_all(self) -> None:
+            condition.notify_all()
+
+    future._condition = Watched()  # type: ignore[assignment]
+    worker = threading.Timer(0.2, future.set_exception, [ValueError("late")])
+    worker.start()
+    assert isinstance(step.collect(), ValueError)
+    worker.join()
+    assert takers
+    assert threading.get_ident() not in takers
 
 
 def test_an_interrupt_is_not_kept() -> None:

@@ -134,6 +134,25 @@ def test_rope_and_cache(shape: tuple[int, int, int, bool], unit: bool, dtype: to
     assert_same_bits(again, cache)
 
 
+@pytest.mark.parametrize("shape", [SMOLLM2, QWEN3], ids=str)
+def test_values_that_are_not_finite_are_held_by_their_keys(
+    shape: tuple[int, int, int, bool],
+) -> None:
+    """See contain_values: one head of one token, by NaN or infinity, and no other head."""
+    heads, kv_heads, head_dim, _ = shape
+    given, norms = rope_operands(shape, torch.bfloat16)
+    values = given[0].view(7, -1, head_dim)[:, heads + kv_heads :]
+    values[1, 0, 3], values[3, kv_heads - 1, head_dim - 1] = torch.nan, -torch.inf
+    cache = torch.zeros(4, 2, kv_heads, 4, head_dim, dtype=torch.bfloat16)
+    expected = cache.clone()
+    rope_and_cache_by_layers(*given, expected, heads, kv_heads, *norms, 1e-6)
+    rope_and_cache(*given, cache, heads, kv_heads, *norms, 1e-6)
+    assert torch.equal(cache.isnan(), expected.isnan())
+    assert int(cache.isnan().sum()) == 2 * head_dim
+    assert_same_bits(cache[:, 1], expected[:, 1])
+    assert cache[:, 1].isfinite().all()
+
+
 def test_rope_leaves_what_lies_between_strided_blocks() -> None:
     """Blocks of all layers may lie side by side: only the range of this layer is written."""
     given, _ = rope_operands(SMOLLM2, torch.float32)
