@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from octavo.errors import InvalidRequestError, expect, shown
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it says nothing more
+MAX_ITEMS = 2**20
+"""Of a list: more than there are tokens in any vocabulary."""
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
 
 
@@ -103,7 +106,10 @@ class SamplingParams:
             if isinstance(value, str | bytes | Mapping):
                 raise InvalidRequestError(name, f"must be a list, not {shown(value)}")
             if value is not None:
-                self._set(name, tuple(expect(name, value, Iterable, "a list")))
+                items = tuple(islice(expect(name, value, Iterable, "a list"), MAX_ITEMS + 1))
+                if len(items) > MAX_ITEMS:
+                    raise InvalidRequestError(name, f"must not have more than {MAX_ITEMS} items")
+                self._set(name, items)
         if self.logit_bias is not None:
             bias = expect("logit_bias", self.logit_bias, Mapping, "a map from token ids to values")
             self._set("logit_bias", dict(bias))

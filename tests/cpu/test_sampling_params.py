@@ -166,3 +166,8 @@ def test_names_and_defaults_follow_vllm() -> None:
         "bad_words": None,
     }
     assert dataclasses.asdict(SamplingParams()).items() >= defaults.items()
+
+
+def test_lists_without_end_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids: must not have more than"):
+        SamplingParams(allowed_token_ids=range(10**12))

@@ -148,7 +148,7 @@ def describe(output: RequestOutput) -> str:
 def _parse(name: str, text: str) -> Any:
     try:
         return ast.literal_eval(text.capitalize())  # "none" and "true" too
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise InvalidRequestError(name, f"{text!r} is not a value") from None
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from octavo.cli import options
 from octavo.errors import KernelError
 from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
@@ -141,6 +142,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_roofline(args: argparse.Namespace) -> int:
+    options.at_least(1, args, "m", "n", "k")
     device, size = roofline.DEVICES[args.device], (args.m, args.n, args.k)
     name, clock = "{} x {} x {}".format(*size), args.clock or device.spec_clock
     roof = roofline.device_roofline(device, args.dtype, clock)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from octavo.config.engine import EngineArgs
-from octavo.errors import ConfigError
+from octavo.config.engine import MAX_COUNT, EngineArgs
+from octavo.errors import ConfigError, shown
 from octavo.sampling_params import SamplingParams
 
 # Without "seed": the engine's --seed already fixes every request that has none.
@@ -111,10 +111,11 @@ def _field_docs(owner: type) -> dict[str, str]:
 
 
 def at_least(low: int, args: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError naming the first of these options, if given, that is less than `low`."""
+    """Raises ConfigError naming the first of these options, if given, that is out of range."""
     for name in names:
-        if (value := getattr(args, name, low)) < low:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, not {value}")
+        if not low <= (value := getattr(args, name, low)) <= MAX_COUNT:
+            wanted = f"at least {low}" if value < low else f"at most {MAX_COUNT}"
+            raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}, not {shown(value)}")
 
 
 def check_writable(option: str, path: Path) -> None:

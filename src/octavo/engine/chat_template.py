@@ -58,7 +58,9 @@ class ChatTemplate:
             source = None if tokenizer is None else tokenizer.chat_template
         elif not _JINJA.search(source):  # no template is without; a path hardly has them
             try:
-                source = Path(source).read_text("utf-8")
+                if (path := Path(source)).exists() and not path.is_file():
+                    raise OSError("no regular file")  # a device may have no end
+                source = path.read_text("utf-8")
             except FileNotFoundError as exc:
                 looked = shown(str(Path(source).absolute()))
                 raise ConfigError(f"chat_template: looked for {looked}: no such file") from exc

@@ -23,6 +23,9 @@ from octavo.sampling_params import SamplingParams
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
 
+_BYTES = bytes | bytearray | memoryview
+_MAX_IDS = 2**24
+"""Longer than any context; a range may be longer than memory."""
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 _MASK64 = 2**64 - 1
@@ -115,7 +118,7 @@ class InputProcessor:
         """Text (if given), token ids (cut at their end to max_length, if given), cache salt."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES):
             prompt = {"prompt_token_ids": prompt}
         elif not isinstance(prompt, Mapping):
             raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {shown(prompt)}")
@@ -134,10 +137,12 @@ class InputProcessor:
             field, token_ids = "prompt", self._encode("prompt", text, max_length=max_length)
         else:
             field = "prompt_token_ids"
-            if isinstance(given_ids, str | bytes):
+            if isinstance(given_ids, str | _BYTES):
                 text = f"must be a list of integers, not {shown(given_ids)}"
                 raise InvalidRequestError(field, text)
-            token_ids = list(expect(field, given_ids, Sequence, "a list of integers"))[:max_length]
+            if len(expect(field, given_ids, Sequence, "a list of integers")) > _MAX_IDS:
+                raise InvalidRequestError(field, f"{len(given_ids)} ids are more than {_MAX_IDS}")
+            token_ids = list(given_ids)[:max_length]
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         self._check_ids(field, token_ids)

@@ -110,7 +110,9 @@ def test_a_request_cannot_name_a_path(tmp_path):
         refused("chat_template", ChatTemplate(PLAIN).with_source, source)
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "/no/such", "\ud800", "a{b", "{folder}"])
+@pytest.mark.parametrize(
+    "name", ["x" * 300, "a\0b", "/no/such", "\ud800", "a{b", "{folder}", "/dev/zero"]
+)
 def test_a_path_at_start_that_cannot_be_read(name, tmp_path):
     name = name.replace("{folder}", str(tmp_path))
     (tmp_path / "binary").write_bytes(b"\xff")

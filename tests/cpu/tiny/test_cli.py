@@ -24,7 +24,7 @@ from octavo.cli.chat import Session
 from octavo.config.resolve import DeviceFacts
 from octavo.core.scheduler_output import EngineCoreOutput
 from octavo.engine.engine_core import EngineCore
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequestError, OctavoError
 from octavo.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from tests.cpu.tiny.conftest import TINY
 
@@ -326,6 +326,8 @@ def test_chat_sets_and_shows_only_what_it_uses(
         chat = session(llm)
         for line in ("/set logprobs 2", "/set n 2", "/params"):
             chat.handle(line)
+        with pytest.raises(InvalidRequestError, match="is not a value"):
+            chat.handle("/set temperature {[]:1}")
     out = capsys.readouterr().out
     assert out.count("is not a sampling parameter that can be set") == 2
     assert "prompt_logprobs" not in out
@@ -357,3 +359,12 @@ def test_help_shows_the_defaults_of_its_verb(
     text = capsys.readouterr().out
     assert all(default in text for default in shown)
     assert "[16]" not in text.split("engine settings")[0]
+
+
+@pytest.mark.parametrize("command", ["explain demo --step --batch-size", "kernels roofline"])
+def test_numbers_without_measure_are_refused_by_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["9", "9"] if "roofline" in command else ["--context", "5"]
+    assert main([*command.split(), "9" * 400, *rest]) == 2
+    assert "must be at most 2147483647" in capsys.readouterr().err
