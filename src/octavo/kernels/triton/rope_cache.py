@@ -76,22 +76,20 @@ def _rope_and_cache(
     # V is stored in K, which a mask hides from them, and still reaches every row that sees the key.
     value_head = tl.where(is_value, head, head + NUM_KV_HEADS)
     value = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + value_head * HEAD_DIM + half
-    holds = (head >= NUM_HEADS) & inside
-    value_1 = tl.load(value, mask=holds, other=0.0).to(tl.float32)
-    value_2 = tl.load(value + HALF, mask=holds, other=0.0).to(tl.float32)
-    infinite = float("inf")
-    is_finite = (tl.abs(value_1) < infinite) & (tl.abs(value_2) < infinite)
+    value_1 = tl.load(value, mask=inside & (head >= NUM_HEADS), other=0.0).to(tl.float32)
+    value_2 = tl.load(value + HALF, mask=inside & (head >= NUM_HEADS), other=0.0).to(tl.float32)
+    is_finite = (tl.abs(value_1) < float("inf")) & (tl.abs(value_2) < float("inf"))
     broken = (tl.min(is_finite.to(tl.int32), 1) == 0)[:, None]
-    stored_1 = tl.where(is_value, plain_1, rotated_1)
-    stored_2 = tl.where(is_value, plain_2, rotated_2)
     instead = tl.where(is_value, 0.0, float("nan")).to(dtype)
+    stored_1 = tl.where(broken, instead, tl.where(is_value, plain_1, rotated_1))
+    stored_2 = tl.where(broken, instead, tl.where(is_value, plain_2, rotated_2))
 
     # K of all heads lies before V of all heads: one index, as in qkv.
     place = (head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = kv_cache + (slot // BLOCK_SIZE) * block_stride + place * HEAD_DIM + half
     cached = inside & (head >= NUM_HEADS) & (slot >= 0)
-    tl.store(target, tl.where(broken, instead, stored_1), mask=cached)
-    tl.store(target + HALF, tl.where(broken, instead, stored_2), mask=cached)
+    tl.store(target, stored_1, mask=cached)
+    tl.store(target + HALF, stored_2, mask=cached)
 
 
 @cache
