@@ -285,7 +285,7 @@ def at_rest(llm: LLM) -> dict[str, int]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    free = {"free_blocks": core.stats().num_free_blocks, "free_slots": runner.slots.num_free}
+    free = {"free_blocks": core.stats().num_free_blocks, "free_slots": len(runner.slots._free)}
     return {**free, **memory()}
 
 
