@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from octavo.core.request import EngineRequest
 from octavo.errors import DeviceLostError, EngineDeadError
 from octavo.executor import inline
 from octavo.outputs import RequestOutput
+from octavo.worker.model_runner import LaunchedStep
 from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, runner_of, tiny, tokens
 
 BYSTANDER = [9, 8, 7, 6]
@@ -191,9 +191,9 @@ def test_interrupted_wait_loses_nothing(
             llm.engine.add_request(str(name), prompt, PARAMS)
         outputs: dict[str, RequestOutput] = {}
         with monkeypatch.context() as patch:
-            for method in ("result", "exception"):  # whichever the engine waits with
-                flaky = fail_at(wait, getattr(Future, method), KeyboardInterrupt())
-                patch.setattr(Future, method, flaky)
+            patch.setattr(
+                LaunchedStep, "wait", fail_at(wait, LaunchedStep.wait, KeyboardInterrupt())
+            )
             with pytest.raises(KeyboardInterrupt):
                 drive(llm, last=outputs)
         drive(llm, last=outputs)
@@ -206,9 +206,7 @@ def test_interrupted_generate_leaves_a_working_engine(
     with tiny(tiny_model, async_scheduling=overlap) as llm:
         expected = tokens(run(llm, PROMPTS, PARAMS))
         with monkeypatch.context() as patch:
-            for method in ("result", "exception"):
-                flaky = fail_at(3, getattr(Future, method), KeyboardInterrupt())
-                patch.setattr(Future, method, flaky)
+            patch.setattr(LaunchedStep, "wait", fail_at(3, LaunchedStep.wait, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 run(llm, PROMPTS, PARAMS)
         assert tokens(run(llm, PROMPTS, PARAMS)) == expected
