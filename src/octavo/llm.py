@@ -240,9 +240,9 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | range):  # a range may be longer than memory
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Iterable):
         text = f"must be text, token ids or a list of these, not {type(prompts).__name__}"
         raise InvalidRequestError("prompts", text)
     batch: list[Any] = list(prompts)

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from octavo.cli import options
+from octavo.config.engine import MAX_COUNT
 from octavo.errors import KernelError
 from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
@@ -72,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if not 1 <= (value := int(text)) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}")
     return value
 
 
@@ -115,9 +114,10 @@ def _assemble(name: str, kernel: str | None = None) -> tuple[Assembly, dict[str,
     if name.endswith(".cu"):
         path = Path(name)
         try:
-            return assemble(path.read_text(), path.name, kernel), {"title": path.name}
-        except OSError as error:
-            raise KernelError(f"cannot read {name}: {error.strerror}") from error
+            return assemble(path.read_text("utf-8"), path.name, kernel), {"title": path.name}
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", error)
+            raise KernelError(f"cannot read {name}: {reason}") from error
     found = rung(name)
     built = assemble(found.source, found.path.name, kernel or found.entry)
     return built, {"title": f"{found.number:02d} {found.title}", "intro": found.idea}
@@ -142,7 +142,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_roofline(args: argparse.Namespace) -> int:
-    options.at_least(1, args, "m", "n", "k")
     device, size = roofline.DEVICES[args.device], (args.m, args.n, args.k)
     name, clock = "{} x {} x {}".format(*size), args.clock or device.spec_clock
     roof = roofline.device_roofline(device, args.dtype, clock)

@@ -60,6 +60,9 @@ def test_asm_reads_a_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "FADD" in out or "FMUL" in out
     status, _, err = call(capsys, "asm", str(tmp_path / "absent.cu"))
     assert (status, "cannot read" in err) == (2, True)
+    source.write_bytes(b"\xff")
+    status, _, err = call(capsys, "asm", str(source))
+    assert (status, f"cannot read {source}: 'utf-8'" in err) == (2, True)
     source.write_text("this is no kernel\n")
     status, _, err = call(capsys, "asm", str(source))
     assert (status, "does not compile" in err) == (2, True)
@@ -83,8 +86,19 @@ def test_roofline_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "2048 tiles" in out
     _, out, _ = call(capsys, "roofline", "1", "4096", "4096", "--clock", "1500")
     assert "bound by    memory" in out
+
+
+@pytest.mark.parametrize("bad", ["0", "9" * 400])
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [("m", "{} 1 1"), ("--clock", "1 1 1 --clock {}"), ("--tile", "1 1 1 --tile {} 1")],
+)
+def test_roofline_refuses_numbers_by_name(
+    capsys: pytest.CaptureFixture[str], name: str, template: str, bad: str
+) -> None:
     with pytest.raises(SystemExit):
-        main(["kernels", "roofline", "0", "1", "1"])
+        main(["kernels", "roofline", *template.format(bad).split()])
+    assert f"argument {name}: must be from 1 to 2147483647" in capsys.readouterr().err
 
 
 def test_occupancy_of_numbers_and_of_a_rung(capsys: pytest.CaptureFixture[str]) -> None:
