@@ -30,6 +30,14 @@ def check_integrity() -> bool:
     return value == "1"
 
 
+def cpu_kernels() -> bool:
+    """OCTAVO_CPU_KERNELS=0: use torch alone on a CPU, as where there is no C compiler."""
+    value = os.environ.get("OCTAVO_CPU_KERNELS", "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"OCTAVO_CPU_KERNELS={value!r} is not 0 or 1")
+    return value == "1"
+
+
 def shorten_openmp_spins() -> None:
     """Let OpenMP threads sleep soon at a barrier, unless the user set their waiting policy.
 

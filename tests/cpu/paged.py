@@ -10,7 +10,7 @@ import torch
 
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.groups import make_backend
-from octavo.attention.reference import ReferenceAttention
+from octavo.attention.native import make_cpu_attention
 from octavo.config.model import ModelConfig
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.weights.loader import load_model
@@ -75,7 +75,9 @@ class PagedModel:
         self.groups = config.layer_groups()
         self.backend = make_backend(
             [config.window(group[0]) for group in self.groups],
-            lambda window: ReferenceAttention(config.num_heads, spec, window),
+            lambda window: make_cpu_attention(
+                config.num_heads, spec, TORCH_DTYPES[config.dtype], window
+            ),
         )
         self.model: DecoderModel = load_model(config, self.backend, torch.device("cpu"))
         self.config, self.block_size, self.num_blocks = config, block_size, num_blocks

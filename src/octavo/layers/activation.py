@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from octavo.kernels.cpu.native import LANES, cpu_kernels
 from octavo.kernels.triton import activation
 
 
@@ -26,6 +27,8 @@ def silu_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """
     if x.is_cuda:
         return activation.silu_and_mul(x, gelu)
+    if x.shape[1] % (2 * LANES) == 0 and (kernels := cpu_kernels(x.dtype)):
+        return kernels.silu_and_mul(x, gelu)
     gate, up = x.float().chunk(2, dim=-1)
     logit = gate
     if gelu:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.model import ModelConfig
 from octavo.kernels.triton.rope_cache import rope_and_cache
@@ -78,11 +79,26 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x)
         if isinstance(self.backend, ReferenceAttention):
             query = self._write_reference(qkv, kv_cache, step, self.backend)
+        elif isinstance(self.backend, NativeAttention):
+            query = self.backend.rotate_and_write(
+                qkv,
+                step.rotary_tables,
+                kv_cache,
+                step.attention,
+                self._norms(),
+                self.eps,
+                self.unit_offset,
+            )
         else:
             query = self._write_fused(qkv, kv_cache, step)
         out = self.backend.attend(query, kv_cache, step.attention, self.scale)
         projected: torch.Tensor = self.o_proj(out.flatten(1))
         return projected
+
+    def _norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight
 
     def _write_reference(
         self,

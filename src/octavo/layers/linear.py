@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.config.engine import LinearBackend
+from octavo.kernels.cpu.native import AMX_DEPTH, LANES, CpuKernels, cpu_kernels
 from octavo.kernels.triton.linear import fixed_linear
 from octavo.logging import get_logger
 
@@ -137,6 +138,31 @@ class TiledLinear:
         return result[:rows]
 
 
+class AmxLinear:
+    """CPU with AMX, bf16: our own kernel, in which no row knows of another (kernels/cpu)."""
+
+    def __init__(
+        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self._kernels, self._packed = kernels, kernels.amx_pack(weight)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        assert out is None, "the CPU has no graphs to write for"
+        return self._kernels.amx_linear(x, self._packed, self._bias)
+
+
+def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """The fastest of the CPU's kernels that can do it."""
+    out_features, in_features = weight.shape
+    if weight.dtype == torch.bfloat16 and not (out_features % LANES or in_features % AMX_DEPTH):
+        kernels = cpu_kernels(weight.dtype)
+        if kernels is not None and kernels.has_amx:
+            return AmxLinear(kernels, weight, bias)
+    return TiledLinear(weight, bias)
+
+
 def cover(rows: int, tiles: tuple[int, ...]) -> list[int]:
     """Tile sizes, largest first, that add up to `rows` (a multiple of TILE)."""
     sizes = []
@@ -222,7 +248,7 @@ def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) ->
 
 
 LINEAR_KERNELS: dict[LinearBackend, Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]] = {
-    "tiled": TiledLinear,
+    "tiled": cpu_linear,
     "cublas": partial(PlainLinear, cublas_linear),
     "fixed": partial(PlainLinear, fixed_linear),
 }

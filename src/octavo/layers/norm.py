@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.kernels.cpu.native import LANES, cpu_kernels
 from octavo.kernels.triton.norm import rms_norm
 
 
@@ -55,6 +56,8 @@ class RMSNorm(nn.Module):
         """
         if x.is_cuda:
             return rms_norm(x, self.weight, self.eps, residual, self.unit_offset)
+        if x.shape[-1] % LANES == 0 and (kernels := cpu_kernels(x.dtype)):
+            return kernels.rms_norm(x, self.weight, self.eps, residual, self.unit_offset)
         residual = x if residual is None else x + residual
         wide = residual.float()
         variance = wide.square().mean(-1, keepdim=True)

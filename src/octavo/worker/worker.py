@@ -12,7 +12,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.groups import ModelBackend, make_backend
-from octavo.attention.reference import ReferenceAttention
+from octavo.attention.native import make_cpu_attention
 from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
@@ -64,7 +64,7 @@ class Worker:
 
         def make(window: int | None) -> AttentionBackend:
             if self._config.device == "cpu":
-                return ReferenceAttention(heads, spec, window)
+                return make_cpu_attention(heads, spec, TORCH_DTYPES[model.dtype], window)
             return TritonAttention(heads, spec, *limits, self._device, window)
 
         return make_backend(self._config.cache.group_windows, make)

@@ -1,4 +1,7 @@
-"""The paged reference against softmax(Q K^T) V without pages, and its promises about bits."""
+"""The CPU's paged backends against softmax(Q K^T) V without pages, and their promises about bits.
+
+Each test runs with torch's backend and with our own kernels, where block sizes allow those.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from octavo.attention.base import CommonAttentionMetadata
+from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention, rows_agree
 from octavo.config.kv_cache import KVCacheSpec
+from octavo.kernels.cpu.native import cpu_kernels
 from tests.cpu.paged import BlockTables, assert_close, assert_same_bits, common_metadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 64
@@ -18,6 +24,8 @@ SCALE = HEAD_DIM**-0.5
 
 class Fixture:
     """Random q, k, v for some requests, a cache, and steps over them."""
+
+    native = False
 
     def __init__(
         self,
@@ -30,7 +38,13 @@ class Fixture:
         generator = torch.Generator().manual_seed(len(lengths))
         self.spec = KVCacheSpec(block_size, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
         self.window = window
-        self.backend = ReferenceAttention(NUM_HEADS, self.spec, window)
+        self.backend: ReferenceAttention | NativeAttention
+        if self.native and block_size % 16 == 0:
+            kernels = cpu_kernels(dtype)
+            assert kernels is not None, "no C compiler here"
+            self.backend = NativeAttention(NUM_HEADS, self.spec, kernels, window)
+        else:
+            self.backend = ReferenceAttention(NUM_HEADS, self.spec, window)
 
         def random(length: int, heads: int) -> torch.Tensor:
             return torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
@@ -61,10 +75,20 @@ class Fixture:
             torch.cat([tensors[r][rows] for r, rows in slices.items()])
             for tensors in (self.q, self.k, self.v)
         )
+        out = self.write_and_attend(common, q, k, v)
+        return dict(zip(counts, torch.split(out, list(counts.values())), strict=True))
+
+    def write_and_attend(
+        self, common: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if isinstance(self.backend, NativeAttention):
+            qkv = torch.cat((q, k, v), 1).flatten(1)
+            still = torch.ones(len(q), 1, HEAD_DIM // 2), torch.zeros(len(q), 1, HEAD_DIM // 2)
+            q = self.backend.rotate_and_write(qkv, still, self.cache, common)
+            return self.backend.attend(q, self.cache, common, SCALE)
         metadata = self.backend.build_metadata(common)
         self.backend.write(k, v, self.cache, metadata)
-        out = self.backend.attend(q, self.cache, metadata, SCALE)
-        return dict(zip(counts, torch.split(out, list(counts.values())), strict=True))
+        return self.backend.attend(q, self.cache, metadata, SCALE)
 
     def run(self, request: int, chunks: Sequence[int]) -> torch.Tensor:
         """All tokens of one request, alone, in chunks."""
@@ -80,6 +104,11 @@ class Fixture:
             mask = mask.triu(1 - self.window)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "native"], autouse=True)
+def _backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fixture, "native", request.param)
 
 
 LENGTHS = (1, 5, 16, 17, 255, 256, 257, 300, 513, 700)
@@ -118,7 +147,8 @@ def test_solo_batched_chunked_and_decoded_have_equal_bits(dtype: torch.dtype) ->
     # Decode, across the border of two splits.
     assert_same_bits(Fixture(lengths, 16, dtype).run(0, [240, *[1] * 40, 320]), expected)
     assert_same_bits(Fixture(lengths, 32, dtype).run(0, [300, 300]), expected)
-    assert_same_bits(Fixture(lengths, 8, dtype).run(0, [599, 1]), expected)
+    if not Fixture.native:  # our kernels leave such blocks to torch, which has other bits
+        assert_same_bits(Fixture(lengths, 8, dtype).run(0, [599, 1]), expected)
     fixture = Fixture(lengths, 16, dtype)
     got = [fixture.step(counts)[0] for counts in ({2: 300, 0: 500, 1: 89}, {1: 1, 0: 100, 2: 33})]
     assert_same_bits(torch.cat(got), expected)
@@ -167,8 +197,9 @@ def test_splits_before_the_window_are_skipped() -> None:
     for block in fixture.blocks.tables[0][: 1900 // 16]:
         fixture.cache[block] = float("nan")
     common = common_metadata([1], [2001], fixture.blocks.tables, 16)
-    [group] = fixture.backend.build_metadata(common).groups
-    assert len(group.splits) == 1
+    if isinstance(fixture.backend, ReferenceAttention):
+        [group] = fixture.backend.build_metadata(common).groups
+        assert len(group.splits) == 1
     assert_same_bits(fixture.step({0: 1})[0], clean.step({0: 1})[0])
 
 
@@ -206,9 +237,7 @@ def test_padding_tokens_write_nothing_and_return_zero() -> None:
         torch.cat((t[0], torch.full((6, *t[0].shape[1:]), float("nan"))))
         for t in (fixture.q, fixture.k, fixture.v)
     )
-    metadata = fixture.backend.build_metadata(padded)
-    fixture.backend.write(k, v, fixture.cache, metadata)
-    out = fixture.backend.attend(q, fixture.cache, metadata, SCALE)
+    out = fixture.write_and_attend(padded, q, k, v)
     assert_close(out[:10], fixture.expected(0), 3e-6)
     assert (out[10:] == 0).all()
     assert (fixture.cache[0] == 0).all()
@@ -216,7 +245,7 @@ def test_padding_tokens_write_nothing_and_return_zero() -> None:
 
 def test_a_block_is_one_contiguous_range() -> None:
     spec = KVCacheSpec(16, 2, 64, 4)
-    shape = ReferenceAttention(6, spec).kv_cache_shape(9, spec)
+    shape = Fixture((1,)).backend.kv_cache_shape(9, spec)
     cache = torch.zeros(shape)
     assert cache[3].is_contiguous()
     assert cache[3].numel() * cache.element_size() == spec.block_bytes
