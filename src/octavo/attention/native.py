@@ -31,8 +31,8 @@ class NativeAttention:
     ) -> None:
         """sliding_window: keys that a token sees, its own included; None: all up to its own."""
         self._kernels = kernels
-        self._shape = HeadShape(num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
-        self._window = sliding_window or _ALL_KEYS
+        self.shape = HeadShape(num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        self.window = sliding_window or _ALL_KEYS
 
     def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         """(num_blocks, K or V, num_kv_heads, block): K as (head_dim, block_size), V transposed."""
@@ -70,9 +70,9 @@ class NativeAttention:
             unit_offset,
             metadata.slot_mapping,
             kv_cache,
-            self._shape,
+            self.shape,
         )
-        heads, head_dim = self._shape.heads, self._shape.head_dim
+        heads, head_dim = self.shape.heads, self.shape.head_dim
         return qkv.view(qkv.shape[0], -1, head_dim)[:, :heads]
 
     def attend(
@@ -89,9 +89,9 @@ class NativeAttention:
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_tables,
-            self._shape,
+            self.shape,
             scale,
-            self._window,
+            self.window,
         )
 
 

@@ -69,19 +69,19 @@ class Linear(nn.Module):
         if bias:
             empty = torch.empty(sum(parts), dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
-        self._kernel: LinearKernel | None = None
+        self.kernel: LinearKernel | None = None
 
     def finalize(self, backend: LinearBackend) -> None:
         """Choose the kernel and give it the loaded weight; the CPU's packs it and lets go of it."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
-        self._kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
+        self.kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
         self.weight = None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype, in `out` if given."""
-        assert self._kernel is not None, "finalize() was not called"
-        return self._kernel(x, out)
+        assert self.kernel is not None, "finalize() was not called"
+        return self.kernel(x, out)
 
 
 class PlainLinear:
@@ -144,13 +144,13 @@ class AmxLinear:
     def __init__(
         self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        self._kernels, self._packed = kernels, kernels.amx_pack(weight)
-        self._bias = None if bias is None else bias.float()
+        self.kernels, self.packed = kernels, kernels.amx_pack(weight)
+        self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         assert out is None, "the CPU has no graphs to write for"
-        return self._kernels.amx_linear(x, self._packed, self._bias)
+        return self.kernels.amx_linear(x, self.packed, self.bias)
 
 
 def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.moe import MixtureOfExperts
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.models.native_stack import NativeStack, make_native_stack
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -147,6 +148,7 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, device, config.norm_unit_offset)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, hidden, dtype, device, tied)
+        self._stack: NativeStack | None = None
 
     def forward(
         self,
@@ -163,8 +165,11 @@ class DecoderModel(nn.Module):
         steps = self._steps(common, attention)
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        for layer, group, kv_cache in zip(self.layers, self._group_of, kv_caches, strict=True):
-            x, residual = layer(x, residual, kv_cache, steps[group])
+        if self._stack is not None:
+            x, residual = self._stack.run(x, kv_caches, steps)
+        else:
+            for layer, group, kv_cache in zip(self.layers, self._group_of, kv_caches, strict=True):
+                x, residual = layer(x, residual, kv_cache, steps[group])
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -195,3 +200,5 @@ class DecoderModel(nn.Module):
                 module.finalize(linear_backend)
             if isinstance(module, Linear):
                 module.finalize(linear_backend)
+        layers = cast(list[DecoderLayer], list(self.layers))
+        self._stack = make_native_stack(layers, self._group_of)

@@ -80,9 +80,13 @@ INLINE float sum(vf x) {
 }
 
 INLINE float maximum(vf x) {
-    float highest = x[0];
-    for (int i = 1; i < LANES; i++) highest = x[i] > highest ? x[i] : highest;
-    return highest;
+    float a[LANES];
+    memcpy(a, &x, sizeof x);
+    for (int i = 0; i < 8; i++) a[i] = a[i] > a[i + 8] ? a[i] : a[i + 8];
+    for (int i = 0; i < 4; i++) a[i] = a[i] > a[i + 4] ? a[i] : a[i + 4];
+    a[0] = a[0] > a[2] ? a[0] : a[2];
+    a[1] = a[1] > a[3] ? a[1] : a[3];
+    return a[0] > a[1] ? a[0] : a[1];
 }
 
 // e to the x: exactly 1 at 0, 0 below -104, infinity above 89. Scaled by 2^n in two steps.
@@ -91,7 +95,7 @@ INLINE vf exponential(vf x) {
     x = pick(x > splat(120.0f), splat(120.0f), x);
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     vf n = (x * 1.44269504088896341f + magic) - magic;
-    vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    vf r = n * 2.12194440e-4f + (n * -0.693359375f + x);
     vf y = splat(1.9875691500e-4f);
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,9 @@ LANES = 16
 """What is a multiple of this, the kernels can work on."""
 AMX_DEPTH = 32
 """What in_features must be a multiple of."""
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("decoder.c", "linear_amx.c"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("decoder.c", "linear_amx.c", "stack.c")
+)
 _ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
 # OpenMP is compiled for and not linked: torch brings it, and a second runtime would be a second
 # pool of threads. -z now: a function that torch does not bring is missed when the library is loaded.
@@ -44,6 +47,7 @@ _SIGNATURES = {
     "attend": [_P, _P, _N, _P, _P, _P, _P, _N, _N, _N, _P, _F, _N, _I],
     "amx_pack": [_P, _P, _N, _N, _I],
     "amx_linear": [_P, _P, _P, _P, _N, _N, _N, _I],
+    "run_layers": [_P, _P, _P, _P, _N, _P, _P, _P, _P],
 }
 
 
@@ -194,6 +198,14 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def run_layers(self, x: int, residual: int, *structures: Any) -> None:
+        """A whole stack of layers; `models.native_stack` makes the structures of stack.c."""
+        arguments = [
+            part if isinstance(part, int) else ctypes.addressof(part) for part in structures
+        ]
+        if not self._library.run_layers(x, residual, *arguments):
+            raise MemoryError("no memory for the scratch of attention")
 
 
 @cache

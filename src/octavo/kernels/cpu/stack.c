@@ -1,0 +1,84 @@
+// All layers of a decoder in one call: the kernels of the other files in the order of a layer, without
+// Python between them. Same functions, same bits as when layers call them one by one.
+#ifdef __AMX_BF16__
+#include <stdint.h>
+
+typedef uint16_t elem;
+
+typedef struct {
+    long heads, kv_heads, head_dim, block_size;
+} shape;
+
+typedef struct {
+    const elem *packed;
+    const float *bias;  // may be null
+    long columns, depth;
+} linear;
+
+typedef struct {
+    const elem *input_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm, *q_norm, *k_norm;
+    linear qkv, out, gate_up, down;
+    long window, group;  // group: which of the steps is its
+} layer;  // all norms but input_norm and mlp_norm may be null
+
+typedef struct {
+    const float *cos, *sin;
+    const int64_t *slots;
+    const int32_t *tables;
+    long table_stride;
+} step;  // what layers of one KV group share
+
+typedef struct {
+    long tokens, requests, hidden, gelu, unit_offset, threads;
+    const int32_t *starts, *lens;
+    float eps, scale;
+} batch;
+
+void rms_norm(elem *, elem *, const elem *, const elem *, const elem *, long, long, float, int, int);
+void silu_and_mul(elem *, const elem *, long, long, int, int);
+void rotate_and_write(elem *, const float *, const float *, const elem *, const elem *, float, int,
+                      const int64_t *, elem *, const shape *, long, int);
+int attend(elem *, const elem *, long, const elem *, const int32_t *, const int32_t *, const int32_t *,
+           long, long, long, const shape *, float, long, int);
+void amx_linear(elem *, const elem *, const elem *, const float *, long, long, long, int);
+
+static void product(elem *out, const elem *x, const linear *l, const batch *b) {
+    amx_linear(out, x, l->packed, l->bias, b->tokens, l->columns, l->depth, (int)b->threads);
+}
+
+static void norm(elem *out, elem *total, const elem *x, const elem *residual, const elem *weight,
+                 const batch *b) {
+    rms_norm(out, total, x, residual, weight, b->tokens, b->hidden, b->eps, (int)b->unit_offset,
+             (int)b->threads);
+}
+
+// x: (tokens, hidden), the embeddings, then the last layer's output; residual: the same shape, the sum
+// of all before it. buffers: (tokens, hidden), (tokens, widest of a layer) and again. Returns 0 if
+// there is no memory.
+int run_layers(elem *x, elem *residual, elem *const *buffers, const layer *layers, long num_layers,
+               elem *const *caches, const step *steps, const shape *s, const batch *b) {
+    elem *normed = buffers[0], *wide = buffers[1], *narrow = buffers[2];
+    for (long i = 0; i < num_layers; i++) {
+        const layer *l = layers + i;
+        const step *now = steps + l->group;
+        if (i)
+            norm(normed, residual, x, residual, l->input_norm, b);
+        else
+            norm(normed, 0, residual, 0, l->input_norm, b);
+        product(wide, normed, &l->qkv, b);
+        rotate_and_write(wide, now->cos, now->sin, l->q_norm, l->k_norm, b->eps, (int)b->unit_offset,
+                         now->slots, caches[i], s, b->tokens, (int)b->threads);
+        if (!attend(narrow, wide, l->qkv.columns, caches[i], b->starts, b->lens, now->tables,
+                    now->table_stride, b->requests, b->tokens, s, b->scale, l->window, (int)b->threads))
+            return 0;
+        product(x, narrow, &l->out, b);
+        if (l->attention_out_norm) norm(x, 0, x, 0, l->attention_out_norm, b);
+        norm(normed, residual, x, residual, l->mlp_norm, b);
+        product(wide, normed, &l->gate_up, b);
+        silu_and_mul(narrow, wide, b->tokens, l->down.depth, (int)b->gelu, (int)b->threads);
+        product(x, narrow, &l->down, b);
+        if (l->mlp_out_norm) norm(x, 0, x, 0, l->mlp_out_norm, b);
+    }
+    return 1;
+}
+#endif
