@@ -205,14 +205,17 @@ void rotate_and_write(elem *qkv, const float *cos, const float *sin, const elem 
 // out[ROWS][columns of 16 * width] += weights[ROWS][keys] V, one chain of additions over the keys.
 #define ADD_VALUES(width)                                                                   \
     static __attribute__((noinline)) void add_values_##width(                              \
-        float *out, long dim, const float *weights, const elem *const *values, int keys,    \
-        vf decay) {                                                                         \
+        float *out, long dim, const float *weights, const elem *const *values,              \
+        const elem *const *coming, int keys, vf decay) {                                                                         \
         vf acc[ROWS][width];                                                                \
         for (int r = 0; r < ROWS; r++)                                                      \
             for (int c = 0; c < width; c++)                                                 \
                 acc[r][c] = load_float(out + r * dim + c * LANES) * decay[r];               \
         for (int key = 0; key < keys; key++) {                                              \
             const elem *row = values[key / LANES] + key % LANES * dim;                      \
+            const char *later = (const char *)(coming[key / LANES] + key % LANES * dim);    \
+            for (int b = 0; b < width * LANES * (int)sizeof(elem); b += 64)                 \
+                __builtin_prefetch(later + b, 0, 2);                                        \
             vf v[width];                                                                    \
             for (int c = 0; c < width; c++) v[c] = load(row + c * LANES);                   \
             for (int r = 0; r < ROWS; r++)                                                  \
@@ -231,14 +234,17 @@ typedef struct {
     int count;                                  // keys that the item's last row sees
 } tile;
 
-// One tile of keys for ROWS rows. q: (ROWS, dim); position: of each row's token; peak, total: (ROWS).
-static __attribute__((noinline)) void attend_tile(const tile *t, const float *q, const long *position,
+// One tile of keys for ROWS rows; the memory of the next is asked for in between. q: (ROWS, dim); position: of each row's token; peak, total: (ROWS).
+static __attribute__((noinline)) void attend_tile(const tile *t, const tile *next, const float *q, const long *position,
                                                   float *peak, float *total, float *out, long dim,
                                                   long stride, long window) {
     vf scores[ROWS][GROUPS] = {};
     for (long d = 0; d < dim; d++) {
         vf k[GROUPS];
-        for (int g = 0; g < GROUPS; g++) k[g] = load(t->keys[g] + d * stride);
+        for (int g = 0; g < GROUPS; g++) {
+            k[g] = load(t->keys[g] + d * stride);
+            __builtin_prefetch(next->keys[g] + d * stride, 0, 2);
+        }
         for (int r = 0; r < ROWS; r++)
             for (int g = 0; g < GROUPS; g++) scores[r][g] += k[g] * q[r * dim + d];
     }
@@ -272,23 +278,28 @@ static __attribute__((noinline)) void attend_tile(const tile *t, const float *q,
     for (int r = 0; r < ROWS; r++) total[r] = total[r] * decay[r] + sums[r];
     long column = 0;
     for (; column + 4 * LANES <= dim; column += 4 * LANES) {
-        const elem *values[GROUPS];
-        for (int g = 0; g < GROUPS; g++) values[g] = t->values[g] + column;
-        add_values_4(out + column, dim, weights, values, t->count, decay);
+        const elem *values[GROUPS], *coming[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            values[g] = t->values[g] + column;
+            coming[g] = next->values[g] + column;
+        }
+        add_values_4(out + column, dim, weights, values, coming, t->count, decay);
     }
     for (; column < dim; column += LANES) {
-        const elem *values[GROUPS];
-        for (int g = 0; g < GROUPS; g++) values[g] = t->values[g] + column;
-        add_values_1(out + column, dim, weights, values, t->count, decay);
+        const elem *values[GROUPS], *coming[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            values[g] = t->values[g] + column;
+            coming[g] = next->values[g] + column;
+        }
+        add_values_1(out + column, dim, weights, values, coming, t->count, decay);
     }
 }
 
-// The tile that begins at key `start`, on its way to the cache. Keys below `lowest` and above `last`
-// are seen by nobody, and their blocks may be anybody's.
-static tile fetch_tile(const elem *cache, const int32_t *table, const shape *s, long kv_head, long start,
-                       long lowest, long last) {
+// The tile that begins at key `start`. Keys below `lowest` and above `last` are seen by nobody, and
+// their blocks may be anybody's.
+static tile find_tile(const elem *cache, const int32_t *table, const shape *s, long kv_head, long start,
+                      long lowest, long last) {
     long dim = s->head_dim, size = s->block_size;
-    long step = 64 / (size * (long)sizeof(elem)), line = 64 / (long)sizeof(elem);
     tile t = {.start = start, .count = last - start < TILE ? (int)(last - start + 1) : TILE};
     for (int g = 0; g < GROUPS; g++) {
         long key = start + g * LANES;
@@ -296,9 +307,6 @@ static tile fetch_tile(const elem *cache, const int32_t *table, const shape *s, 
         const elem *block = cache + (there ? table[key / size] : 0) * 2 * s->kv_heads * size * dim;
         t.keys[g] = block + kv_head * size * dim + key % size;
         t.values[g] = block + ((s->kv_heads + kv_head) * size + key % size) * dim;
-        if (!there) continue;
-        for (long d = 0; d < dim; d += step ? step : 1) __builtin_prefetch(t.keys[g] + d * size, 0, 2);
-        for (long i = 0; i < LANES * dim; i += line) __builtin_prefetch(t.values[g] + i, 0, 2);
     }
     return t;
 }
@@ -313,7 +321,7 @@ static void attend_item(elem *out, const elem *query, long query_stride, const e
     float *q = scratch, *acc = q + padded * dim, *peak = acc + padded * dim, *total = peak + padded;
     long last = position + count - 1, lowest = position - window + 1;
     long start = lowest > 0 ? lowest / TILE * TILE : 0;
-    tile next = fetch_tile(cache, table, s, kv_head, start, lowest, last);
+    tile next = find_tile(cache, table, s, kv_head, start, lowest, last);
     memset(scratch, 0, (2 * padded * dim + 2 * padded) * sizeof(float));
     for (long row = 0; row < rows; row++) {
         const elem *from = query + row / group * query_stride + (kv_head * group + row % group) * dim;
@@ -326,7 +334,7 @@ static void attend_item(elem *out, const elem *query, long query_stride, const e
     for (; start <= last; start += TILE) {
         tile t = next;
         if (start + TILE <= last)
-            next = fetch_tile(cache, table, s, kv_head, start + TILE, lowest, last);
+            next = find_tile(cache, table, s, kv_head, start + TILE, lowest, last);
         for (long row = 0; row < padded; row += ROWS) {
             long positions[ROWS];
             for (int r = 0; r < ROWS; r++) {
@@ -334,7 +342,7 @@ static void attend_item(elem *out, const elem *query, long query_stride, const e
                 positions[r] = position + token;
             }
             if (positions[ROWS - 1] < start || positions[0] - window >= start + TILE - 1) continue;
-            attend_tile(&t, q + row * dim, positions, peak + row, total + row, acc + row * dim, dim,
+            attend_tile(&t, &next, q + row * dim, positions, peak + row, total + row, acc + row * dim, dim,
                         s->block_size, window);
         }
     }
