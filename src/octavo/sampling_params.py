@@ -103,7 +103,7 @@ class SamplingParams:
             self._set("stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
-            if isinstance(value, str | bytes | Mapping):
+            if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
                 raise InvalidRequestError(name, f"must be a list, not {shown(value)}")
             if value is not None:
                 items = tuple(islice(expect(name, value, Iterable, "a list"), MAX_ITEMS + 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.config.engine import LinearBackend
 from octavo.config.moe import MoEConfig
@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.gate_up = self.down = None
 
-    def forward(self, x: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """x: (T, hidden_size) -> the same shape. Rows whose slot is negative are padding."""
         assert self._experts is not None, "finalize() was not called"
         shared = None if self.shared_expert is None else self.shared_expert(x, slot_mapping)
@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
 class TiledExperts:
     """CPU: one expert after another, each with the rows routed to it."""
 
-    def __init__(self, config: MoEConfig, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, config: MoEConfig, gate_up: Tensor, down: Tensor) -> None:
         """gate_up: (num_experts, 2 * intermediate_size, hidden_size); down: the other way round."""
         self._config = config
         self._linears = [
@@ -87,12 +87,8 @@ class TiledExperts:
         ]
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        scores: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        shared: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, scores: Tensor, slot_mapping: Tensor, shared: Tensor | None
+    ) -> Tensor:
         """x, shared: (T, hidden_size); scores: (T, num_experts or more) -> (T, hidden_size).
 
         slot_mapping is there for GroupedExperts: the CPU has no padding rows.
@@ -113,7 +109,7 @@ class TiledExperts:
 class GroupedExperts:
     """GPU: the products of all experts in one launch, planned on the device."""
 
-    def __init__(self, config: MoEConfig, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, config: MoEConfig, gate_up: Tensor, down: Tensor) -> None:
         """gate_up: (num_experts, 2 * intermediate_size, hidden_size); down: the other way round.
 
         Compiles the product of every tile: which one a step takes, warm-up steps need not show.
@@ -128,12 +124,8 @@ class GroupedExperts:
             grouped_linear(inner, down, order, tile)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        scores: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        shared: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, scores: Tensor, slot_mapping: Tensor, shared: Tensor | None
+    ) -> Tensor:
         """As TiledExperts; slot_mapping: (T,), negative for a padding row, whose answers are 0."""
         config = self._config
         count, top_k = config.num_experts, config.experts_per_token

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.kernels.triton.experts import PairOrder, experts_block
 from octavo.kernels.triton.lang import tl, triton
 from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, Tile, check_operands
+from octavo.kernels.triton.linear import LARGE, MEDIUM, SMALL, Tile, chain, check_operands
 
 
 def choose_tile(num_pairs: int, num_experts: int) -> Tile:
@@ -58,16 +58,7 @@ def _grouped_linear(
     left = x + (pair // PAIRS_PER_ROW)[:, None] * k + step[None, :]
     feature = expert.to(tl.int64) * n + tl.minimum(column, n - 1)
     right = weight + feature[None, :] * k + step[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if EVEN_K:
-            a, b = tl.load(left), tl.load(right)
-        else:  # Zeros add nothing to the chain.
-            a = tl.load(left, mask=step[None, :] < k - start, other=0.0)
-            b = tl.load(right, mask=step[:, None] < k - start, other=0.0)
-        total = tl.dot(a, b, total)
-        left += BLOCK_K
-        right += BLOCK_K
+    total = chain(left, right, k, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
     inside = (place <= last)[:, None] & (column < n)[None, :]
     target = y + pair[:, None] * n + column[None, :]
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)

@@ -52,6 +52,29 @@ def choose_tile(num_rows: int, out_features: int) -> Tile:
     return LARGE if num_rows > MEDIUM.block_m and tiles >= _ENOUGH_TILES else MEDIUM
 
 
+@triton.jit
+def chain(
+    left, right, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) fp32: the chain of MMAs that gives an output its bits, in every GEMM here.
+
+    left: (BLOCK_M, BLOCK_K) and right: (BLOCK_K, BLOCK_N) pointers at the first step along K.
+    """
+    step = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(left), tl.load(right)
+        else:  # Zeros add nothing to the chain.
+            a = tl.load(left, mask=step[None, :] < k - start, other=0.0)
+            b = tl.load(right, mask=step[:, None] < k - start, other=0.0)
+        total = tl.dot(a, b, total)
+        left += BLOCK_K
+        right += BLOCK_K
+    return total
+
+
 # The sizes come unspecialised, or there would be other machine code for 1 row and for 16.
 @triton.jit(do_not_specialize=["num_rows", "n_by_8", "k_by_8"])
 def _fixed_linear(
@@ -73,16 +96,7 @@ def _fixed_linear(
     step = tl.arange(0, BLOCK_K)
     left = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * k + step[None, :]
     right = weight + tl.minimum(column, n - 1).to(tl.int64)[None, :] * k + step[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if EVEN_K:
-            a, b = tl.load(left), tl.load(right)
-        else:  # Zeros add nothing to the chain.
-            a = tl.load(left, mask=step[None, :] < k - start, other=0.0)
-            b = tl.load(right, mask=step[:, None] < k - start, other=0.0)
-        total = tl.dot(a, b, total)
-        left += BLOCK_K
-        right += BLOCK_K
+    total = chain(left, right, k, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
     if BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     target = y + row.to(tl.int64)[:, None] * n + column[None, :]
