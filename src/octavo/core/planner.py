@@ -48,7 +48,7 @@ class Planner:
         return draft
 
     def _plan_running(self, draft: StepDraft) -> None:
-        num_missing_blocks = self._kv.num_missing_blocks
+        num_missing_blocks, block_size = self._kv.num_missing_blocks, self._kv.block_size
         wanted = [(request, num_wanted_tokens(request)) for request in self._state.running]
         active = [(request, num_wanted) for request, num_wanted in wanted if num_wanted > 0]
         num_behind = len(active)
@@ -62,8 +62,11 @@ class Planner:
             if num_wanted > 1:
                 # One is left for each request behind, so that a long prefill starves no decode.
                 num_new = self._chunk(num_wanted, max(1, draft.budget - num_behind))
-            num_tokens = request.num_computed_tokens + request.num_inflight_tokens + num_new
-            if num_missing := num_missing_blocks(request, num_tokens):
+            start = request.num_computed_tokens + request.num_inflight_tokens
+            num_tokens = start + num_new
+            # What was planned before has its blocks: one token more needs none amid a block.
+            is_covered = num_new == 1 and start % block_size
+            if not is_covered and (num_missing := num_missing_blocks(request, num_tokens)):
                 block_ids = self._allocate_running(request, num_tokens, num_missing, draft)
                 if block_ids is None:
                     continue

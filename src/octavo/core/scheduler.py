@@ -189,8 +189,11 @@ class Scheduler:
             request.num_prompt_scores += len(scores)
         num_appended, stop = append_until_stop(request, sampled)
         if launched.epoch == request.epoch:
+            kv, num_before = self.state.kv, request.num_computed_tokens
             request.num_computed_tokens += launched.num_tokens - num_rejected
-            self.state.kv.cache_blocks(request, request.num_computed_tokens)
+            # Amid a block there is nothing to offer.
+            if kv.has_windows or num_before % kv.block_size + launched.num_tokens >= kv.block_size:
+                kv.cache_blocks(request, request.num_computed_tokens)
         if request.output_limit == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
             stop = RequestStatus.FINISHED_LENGTH, None
         if stop is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 from octavo.config.encoder import EncoderConfig, PoolingType
@@ -15,6 +14,7 @@ from octavo.config.resolve import resolve
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import EngineDeadError, InvalidRequestError, expect, shown
+from octavo.executor.calls import OwnThread
 from octavo.logging import get_logger
 from octavo.outputs import EmbeddingOutput
 from octavo.worker.device import probe_device
@@ -34,12 +34,12 @@ class EmbeddingEngine:
         self._inputs = InputProcessor(self.config, self.tokenizer)
         self._process_id = os.getpid()
         # One thread, whoever calls: bits may depend on its number of OpenMP threads.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-worker")
+        self._thread = OwnThread("octavo-worker")
         try:
             self._worker = self._thread.submit(EncoderWorker, self.config).result()
         except BaseException:
             # Not waited for: after an interrupt it may still be loading, and ends when it has.
-            self._thread.shutdown(wait=False)
+            self._thread.close(wait=False)
             raise
 
     def process(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
@@ -56,10 +56,10 @@ class EmbeddingEngine:
             limit = longest if limit == -1 else limit
             if not least <= limit <= longest:
                 raise InvalidRequestError(field, f"must be {wanted}, not {shown(limit)}")
-        text, token_ids, _ = self._inputs.read_prompt(prompt, limit)
-        if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+        text, token_ids, cache_salt = self._inputs.read_prompt(prompt, limit)
+        if cache_salt is not None:
             raise InvalidRequestError("cache_salt", "an embedding model has no cache")
-        has_ids = isinstance(prompt, Mapping) and "prompt_token_ids" in prompt
+        has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
         if text is not None and not text.strip() and not has_ids:
             raise InvalidRequestError("prompt", "is empty")
         if len(token_ids) > longest:
@@ -75,12 +75,10 @@ class EmbeddingEngine:
             expect("normalize", normalize, bool, "true or false")
             pooling = dataclasses.replace(pooling, normalize=normalize)
         if pooling_type is not None:
-            if expect("pooling_type", pooling_type, str, "text") not in (
-                known := get_args(PoolingType)
-            ):
-                raise InvalidRequestError(
-                    "pooling_type", f"{shown(pooling_type)} is none of {known}"
-                )
+            known = get_args(PoolingType)
+            if expect("pooling_type", pooling_type, str, "text") not in known:
+                text = f"{shown(pooling_type)} is none of {known}"
+                raise InvalidRequestError("pooling_type", text)
             pooling = dataclasses.replace(pooling, pooling_type=pooling_type)
         return pooling
 
@@ -109,7 +107,7 @@ class EmbeddingEngine:
     def shutdown(self) -> None:
         """Finish what runs and end the thread. May be called twice."""
         if os.getpid() == self._process_id:
-            self._thread.shutdown(wait=True)
+            self._thread.close()
 
     def _steps(self, texts: Iterable[list[int]]) -> Iterator[list[list[int]]]:
         """Whole texts in order, as many at once as max_num_batched_tokens and max_num_seqs allow."""

@@ -5,6 +5,7 @@ Owns the engine's lock. Knows nothing of what is done under it.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # the module `signal` looks handlers up in an enum, 10 us a turn
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ _LOOK_UP = 0.05  # seconds between looks at Ctrl-C while another thread has its 
 
 
 class InterruptGate:
-    """While it is entered, Ctrl-C waits: it is let through by `open()`, or when the gate is left.
+    """While it is shut, Ctrl-C waits: it is let through by `open()`, or when the gate is removed.
 
     Whatever SIGINT's handler is, it is called once however often the key was pressed. Does nothing
     outside the main thread, where no signal is handled, and if the signal has no Python handler.
@@ -29,22 +30,25 @@ class InterruptGate:
         self._handler: Callable[[int, Any], Any] | None = None
         self._pressed: tuple[int, FrameType | None] | None = None
         self._open = False
-        # What another signal's handler raises may leave us installed outside: then Ctrl-C passes.
-        self._entered = False
+        self.is_shut = False
+        """What another signal's handler raises may leave us installed: not shut, we let all through."""
 
-    def __enter__(self) -> InterruptGate:
+    def install(self) -> None:
+        """Stand before SIGINT's handler, and shut."""
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(signal.SIGINT)
+            left = getattr(handler, "__self__", None)
+            if isinstance(left, InterruptGate) and not left.is_shut:
+                handler = left._handler
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
-                self._entered = True
-        return self
+                _signal.signal(signal.SIGINT, self._note)
+                self.is_shut = True
 
-    def __exit__(self, *_: object) -> None:
+    def remove(self) -> None:
+        """Leave the place to the handler, and let through what came."""
         if self._handler is not None:
-            self._entered = False
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(signal.SIGINT, self._handler)
             self.let_through()
 
     @contextmanager
@@ -65,7 +69,7 @@ class InterruptGate:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pressed = number, frame
-        if self._open or not self._entered:
+        if self._open or not self.is_shut:
             self.let_through()
 
 
@@ -73,7 +77,7 @@ class Turns:
     """A lock that says what is wrong instead of waiting for ever."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._owner: int | None = None
         self._pid = os.getpid()
 
@@ -87,7 +91,7 @@ class Turns:
         """Wait for a turn and hold it; Ctrl-C waits for its end, except where the gate is opened.
 
         Raises EngineDeadError in a forked child, and OctavoError for a call from within a turn of
-        the same thread, as a signal handler may make it: it would wait for itself.
+        the same thread, as a signal handler may make it: it would break into its own step.
         """
         if self.forked:
             raise EngineDeadError("the worker did not survive fork(); make an engine here")
@@ -97,12 +101,22 @@ class Turns:
                 "the engine is at work in this thread: a signal handler or callback cannot use it "
                 "before the call that it interrupts has returned"
             )
-        with InterruptGate() as gate:
+        gate = InterruptGate()
+        # Another signal's handler may raise anywhere in the block. Whether the lock was taken by then
+        # is the lock's to say: nobody but its owner can release it.
+        try:
+            gate.install()
             while not self._lock.acquire(timeout=_LOOK_UP):
                 gate.let_through()
             self._owner = me
-            try:
-                yield gate
-            finally:
+            yield gate
+        finally:
+            # No handler runs amid these lines: that takes a call of Python code, or a loop.
+            gate.is_shut = False
+            if self._owner == me:
                 self._owner = None
+            try:  # noqa: SIM105 - `suppress` is Python code
                 self._lock.release()
+            except RuntimeError:
+                pass
+            gate.remove()

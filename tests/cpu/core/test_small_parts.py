@@ -14,7 +14,7 @@ from octavo.core.inflight import InflightSteps, LaunchedRequest
 from octavo.core.preemption import choose_victim
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_queue import RequestQueue
-from octavo.core.stop import append_until_stop, check_stop
+from octavo.core.stop import append_until_stop
 from octavo.errors import InvalidRequestError
 from tests.cpu.core.fakes import EOS, make_request
 
@@ -89,8 +89,8 @@ def test_victim_that_frees_nothing_is_the_last_resort_and_of_equals_the_last_goe
 
 def ended(*tokens: int, **params: object) -> tuple[RequestStatus, int | None] | None:
     request = Request(make_request("r", 4, 5, eos=True, **params), output_limit=5)  # type: ignore[arg-type]
-    request.output_token_ids = list(tokens)
-    return check_stop(request)
+    request.output_token_ids = list(tokens[:-1])
+    return append_until_stop(request, [tokens[-1]])[1]
 
 
 STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH

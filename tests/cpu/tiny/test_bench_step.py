@@ -27,7 +27,7 @@ from octavo.bench.step_trace import (
 from octavo.cli import main
 from octavo.config.step_cost import H200, Operation, step_operations
 from octavo.errors import ConfigError, KernelError, OctavoError
-from octavo.executor.inline import _CallersThread
+from octavo.executor.calls import CallersThread
 from octavo.worker.worker import Worker
 from tests.cpu.tiny.helpers import tiny
 
@@ -297,8 +297,8 @@ def test_launches_of_the_loop_itself_count_once(tiny_model: Path, overlap: bool)
     """As on a GPU, where no thread of its own launches."""
     with tiny(tiny_model, async_scheduling=overlap) as llm:
         executor = llm.engine.core._executor
-        executor._thread.shutdown()
-        executor._thread = _CallersThread()
+        executor._thread.close()
+        executor._thread = CallersThread()
         times, _, _ = measure_decode(llm, StepKind("decode", 2, 20), steps=6)
         assert no_clock_is_left(llm)
     assert all(min(values) > 0 for values in times.values())

@@ -199,7 +199,7 @@ def test_shutdown_amid_a_call_ends_it_by_name(
         call = pool.submit(llm.embed, [[6]] * 3, use_tqdm=False)
         assert begun.wait(60)
         end = pool.submit(llm.shutdown)
-        while not llm._engine._thread._shutdown:
+        while not llm._engine._thread._closed:
             time.sleep(0.01)
         go_on.set()
         end.result(60)

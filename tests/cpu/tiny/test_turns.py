@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from octavo import LLM
 from octavo.engine.turns import Turns
 from octavo.errors import EngineDeadError, OctavoError
+from tests.cpu.alarms import interrupt_often
 from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, tiny, tokens
 
 
@@ -322,6 +324,21 @@ def test_what_a_signal_handler_raises_is_not_the_steps_error(
         assert tokens(run(llm, PROMPTS, PARAMS)) == expected
 
 
+def test_the_lock_outlives_handlers_that_raise_anywhere() -> None:
+    turns = Turns()
+
+    def turn() -> None:
+        with turns.take():
+            pass
+
+    assert interrupt_often(turn, turn, longest=1e-4) > 100
+    assert turns._owner is None
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    turn()  # finds the handler behind a gate that an alarm has left installed
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_late_abort_still_brings_the_last_output(tiny_model: Path) -> None:
     with tiny(tiny_model) as llm:
         engine = llm.engine
@@ -336,8 +353,8 @@ def test_a_late_abort_still_brings_the_last_output(tiny_model: Path) -> None:
 def test_ctrl_c_works_where_another_handlers_error_has_left_the_gate_installed(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """signal.signal runs the handlers of pending signals first, and one may raise (an alarm)."""
-    install = signal.signal
+    """Installing one runs the handlers of pending signals first, and one may raise (an alarm)."""
+    install = _signal.signal
 
     def alarmed(*args: Any) -> Any:
         calls.append(args)
@@ -348,12 +365,14 @@ def test_ctrl_c_works_where_another_handlers_error_has_left_the_gate_installed(
             raise TimeoutError
 
     calls: list[Any] = []
-    monkeypatch.setattr(signal, "signal", alarmed)
+    monkeypatch.setattr(_signal, "signal", alarmed)
     with pytest.raises(TimeoutError), Turns().take():
         pass
     monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    is_back = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert is_back == (call == 1), "only removing it was cut short"
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             press()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Turns().take():
+        pass

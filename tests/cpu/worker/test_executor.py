@@ -1,57 +1,36 @@
-"""What a GPU's executor has instead of a thread: calls run where they are made, errors are kept."""
+"""Calls in the caller's thread and on a thread of their own, and the outcomes of steps."""
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
-from concurrent.futures import Future
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from octavo.executor.inline import PendingStep, _CallersThread
+from octavo.executor.calls import CallersThread, OwnThread
+from octavo.executor.inline import PendingStep
 from octavo.worker.model_runner import LaunchedStep
+from tests.cpu.alarms import interrupt_often
 from tests.cpu.worker.test_worker import make_worker
 
 
 def test_a_call_runs_in_the_callers_thread() -> None:
-    seen = _CallersThread().submit(threading.get_ident)
+    seen = CallersThread().submit(threading.get_ident)
     assert seen.result() == threading.get_ident()
 
 
-def test_what_a_call_raises_is_the_outcome_of_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [CallersThread, lambda: OwnThread("test")])
+def test_what_a_call_raises_is_the_outcome_of_its_step(kind: type, tmp_path: Path) -> None:
     def launch() -> LaunchedStep:
         raise ValueError("no such kernel")
 
-    step = PendingStep(_CallersThread().submit(launch), make_worker(tmp_path))
+    step = PendingStep(kind().submit(launch), make_worker(tmp_path))
     assert isinstance(step.collect(), ValueError)
     assert isinstance(step.collect(), ValueError)
-
-
-def test_waiting_for_a_step_takes_no_lock_of_its_future(tmp_path: Path) -> None:
-    """An interrupt could leave it taken, and the worker would wait for it for ever."""
-    future: Future[LaunchedStep] = Future()
-    step = PendingStep(future, make_worker(tmp_path))
-    takers, condition = [], future._condition
-
-    class Watched:
-        def __enter__(self) -> object:
-            takers.append(threading.get_ident())
-            return condition.__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            condition.__exit__(*error)
-
-        def notify_all(self) -> None:
-            condition.notify_all()
-
-    future._condition = Watched()  # type: ignore[assignment]
-    worker = threading.Timer(0.2, future.set_exception, [ValueError("late")])
-    worker.start()
-    assert isinstance(step.collect(), ValueError)
-    worker.join()
-    assert takers
-    assert threading.get_ident() not in takers
 
 
 def test_an_interrupt_is_not_kept() -> None:
@@ -59,4 +38,62 @@ def test_an_interrupt_is_not_kept() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _CallersThread().submit(interrupted)
+        CallersThread().submit(interrupted)
+
+
+def test_calls_run_in_order_on_one_thread_and_outlive_what_one_raises() -> None:
+    thread = OwnThread("octavo-test")
+    bad = thread.submit(sys.exit, "no")
+    calls = [thread.submit(lambda index: (index, threading.get_ident()), i) for i in range(100)]
+    outcomes = [call.result() for call in calls]
+    assert [index for index, _ in outcomes] == list(range(100))
+    assert len({ident for _, ident in outcomes} | {threading.get_ident()}) == 2
+    with pytest.raises(SystemExit):
+        bad.result()
+    thread.close()
+    thread.close()
+
+
+def test_what_is_queued_runs_before_the_end_and_what_comes_later_is_told() -> None:
+    thread, go_on = OwnThread("test"), threading.Event()
+    blocked, behind = thread.submit(go_on.wait, 60), thread.submit(int)
+    thread.close(wait=False)
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit(int)
+    go_on.set()
+    assert blocked.result()
+    assert behind.result() == 0
+    thread.close()
+
+
+def test_a_forgotten_thread_ends() -> None:
+    thread = OwnThread("octavo-forgotten")
+    thread.submit(int).result()
+    del thread
+    gc.collect()
+    assert "octavo-forgotten" not in {each.name for each in threading.enumerate()}
+
+
+def test_the_process_ends_with_calls_queued() -> None:
+    """They run first, and what they use is still there."""
+    code = """
+import time
+from octavo.executor.calls import OwnThread
+thread = OwnThread("test")
+thread.submit(time.sleep, 0.3)
+thread.submit(print, "ran")
+"""
+    end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (end.returncode, end.stdout, end.stderr) == (0, "ran\n", "")
+
+
+def test_signal_handlers_that_raise_leave_the_thread_in_order() -> None:
+    """Submitting and waiting take no lock that could stay taken: both sides would wait for ever."""
+    thread = OwnThread("test")
+    count = interrupt_often(
+        body=lambda: thread.submit(time.sleep, 2e-5).result(),
+        check=lambda: thread.submit(int).result(),
+        longest=2e-4,
+    )
+    assert count > 100
+    thread.close()
