@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo.config.encoder import PoolingType
 from octavo.config.resolve import make_args
 from octavo.engine.embedding_engine import EmbeddingEngine
-from octavo.engine.input_processor import ProcessedInput, Prompt
+from octavo.engine.input_processor import MAX_IDS, ProcessedInput, Prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -245,7 +245,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Iterable):
         text = f"must be text, token ids or a list of these, not {type(prompts).__name__}"
         raise InvalidRequestError("prompts", text)
-    batch: list[Any] = list(prompts)
+    batch: list[Any] = list(islice(prompts, MAX_IDS + 1))
+    if len(batch) > MAX_IDS:
+        raise InvalidRequestError("prompts", f"must not have more than {MAX_IDS} items")
     is_one_prompt = batch and all(isinstance(item, int) for item in batch)  # of token ids
     return [batch] if is_one_prompt else batch
 

@@ -24,7 +24,7 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a dict with `prompt` and/or `prompt_token_ids` and maybe `cache_salt`."""
 
 _BYTES = bytes | bytearray | memoryview
-_MAX_IDS = 2**24
+MAX_IDS = 2**24
 """Longer than any context; a range may be longer than memory."""
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -140,9 +140,10 @@ class InputProcessor:
             if isinstance(given_ids, str | _BYTES):
                 text = f"must be a list of integers, not {shown(given_ids)}"
                 raise InvalidRequestError(field, text)
-            if len(expect(field, given_ids, Sequence, "a list of integers")) > _MAX_IDS:
-                raise InvalidRequestError(field, f"{len(given_ids)} ids are more than {_MAX_IDS}")
-            token_ids = list(given_ids)[:max_length]
+            ids = expect(field, given_ids, Sequence, "a list of integers")
+            token_ids = list(itertools.islice(ids, max_length or MAX_IDS + 1))
+            if len(token_ids) > MAX_IDS:
+                raise InvalidRequestError(field, f"must not have more than {MAX_IDS} ids")
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         self._check_ids(field, token_ids)

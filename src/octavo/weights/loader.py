@@ -71,12 +71,13 @@ def load_encoder(
 
 def _check(config: ModelConfig, device: torch.device) -> None:
     _check_shapes(config)
+    is_decoder = config.encoder is None
     # While the rotary tables are made, the angles stand beside cos and sin, fp32 each.
     rotary = 3 * config.max_position_embeddings * (config.head_dim // 2) * 4
-    rotary *= 1 if config.local_rope is None else 2
+    rotary *= is_decoder + (config.local_rope is not None)
     weights = config.weight_bytes()
     on_gpu = device.type == "cuda"
-    if config.tie_word_embeddings and not on_gpu:  # the output layer packs a copy of its own
+    if is_decoder and config.tie_word_embeddings and not on_gpu:  # lm_head packs a copy of its own
         weights += config.vocab_size * config.hidden_size * config.dtype_bytes
     available = torch.cuda.mem_get_info(device)[0] if on_gpu else machine.available_memory()
     if weights + rotary > available:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_output_kind_of_a_stream(tiny_model: Path) -> None:
         ("prompts", b"hello", {}),
         ("prompts", bytearray(b"a"), {}),
         ("prompts", memoryview(b"a"), {}),
-        ("prompt_token_ids", range(10**10), {}),
+        ("prompt_token_ids", range(2**70), {}),
+        ("prompts", itertools.repeat("x"), {}),
         ("sampling_params", [[1], [2]], {"sampling_params": []}),
         ("sampling_params", [[1], [2]], {"sampling_params": 0}),
         ("sampling_params", [[1], [2]], {"sampling_params": [PARAMS]}),

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM
 from octavo.cli import main
+from octavo.config.engine import EngineArgs
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from octavo.weights.checkpoint import load_model_config
 from octavo.worker.encoder_worker import EncoderWorker
 from tests.cpu.tiny.encoders import write_encoder
 
@@ -44,6 +46,7 @@ def test_outputs_are_in_order_with_their_tokens(folder: Path) -> None:
         assert outputs[3].outputs.embedding == outputs[6].outputs.embedding
         assert [output.outputs for output in llm.embed("wind")] == [outputs[3].outputs]
         assert llm.embed([], use_tqdm=False) == []
+        assert vectors(llm, {"prompt": "wind", "cache_salt": None}) == vectors(llm, "wind")
         assert llm.get_tokenizer().decode([4, 5]) == "seas"
 
 
@@ -115,6 +118,7 @@ def test_texts_that_are_too_long_are_refused_or_cut(folder: Path) -> None:
         ("a", {"normalize": 1}, "normalize: "),
         ("a", {"truncate_prompt_tokens": -1.0}, "truncate_prompt_tokens: "),
         ({"prompt": "a", "cache_salt": "x"}, {}, "cache_salt: "),
+        ({"prompt": "  ", "prompt_token_ids": None}, {}, "prompt: is empty"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_by_name(
@@ -265,6 +269,19 @@ def test_a_pooling_folder_outside_the_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(steps))
     with pytest.raises(ModelLoadError, match=r"bad folder name '\.\./1_Pooling'"):
         LLM(tmp_path)
+
+
+def test_a_model_that_fits_to_the_byte_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder has no output layer, which would pack a copy of the embeddings, and no rotary table."""
+    weight_bytes = load_model_config(EngineArgs(str(folder))).weight_bytes()
+    monkeypatch.setattr("octavo.config.machine.available_memory", lambda: weight_bytes)
+    with LLM(folder) as llm:
+        assert len(vectors(llm, TEXTS)) == len(TEXTS)
+    monkeypatch.setattr("octavo.config.machine.available_memory", lambda: weight_bytes - 1)
+    with pytest.raises(ModelLoadError, match=f"takes {weight_bytes} bytes"):
+        LLM(folder)
 
 
 def test_a_step_must_hold_the_longest_text(folder: Path) -> None:
