@@ -110,8 +110,3 @@ def run_and_compare(rung: Rung, problem: Problem) -> Check:
     ops.matmul(rung, problem.a, problem.b, problem.out)
     torch.cuda.synchronize()
     return compare(rung, problem)
-
-
-def check(rung: Rung, m: int, n: int, k: int, seed: int = 0) -> Check:
-    """`run_and_compare` on fresh operands."""
-    return run_and_compare(rung, make_problem(rung, m, n, k, seed))

@@ -1,7 +1,7 @@
 """Compiled kernels on disk: one checksummed file an entry, replaced atomically.
 
 Safe for any number of processes without locks: two that miss at once both compile and both write
-the same bytes. A torn, truncated or foreign file is noticed, dropped and compiled again.
+the same bytes. A torn, truncated or foreign file is noticed and compiled again, over it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def store(path: Path, compiled: Compiled) -> None:
 
 
 def load(path: Path, source: str) -> Compiled | None:
-    """The entry at `path`, or None if there is none or its checksum is wrong (then it is removed)."""
+    """The entry at `path`, or None if there is none or its checksum is wrong."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -81,7 +81,6 @@ def load(path: Path, source: str) -> Compiled | None:
     payload = data[start:]
     if not data.startswith(_MAGIC) or data[len(_MAGIC) : start] != hashlib.sha256(payload).digest():
         logger.warning("kernel cache: %s is corrupt; compiling again", path)
-        path.unlink(missing_ok=True)
         return None
     text, _, cubin = payload.partition(b"\n")
     head = json.loads(text)

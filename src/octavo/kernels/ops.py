@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from octavo.errors import KernelError
 from octavo.kernels.matmul import host
 from octavo.kernels.matmul.registry import Rung
 from octavo.kernels.matmul.registry import rung as find_rung
@@ -16,16 +15,8 @@ _library = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untype
 _library.define("ladder_matmul(int rung, Tensor a, Tensor b, Tensor(a!) out) -> ()")  # type: ignore[no-untyped-call]
 
 
-def _on_cuda(rung: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    host.run(rung, a, b, out)
-
-
-def _elsewhere(rung: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    raise KernelError(f"ladder rung {rung} runs on a CUDA GPU, not on {a.device}")
-
-
-_library.impl("ladder_matmul", _on_cuda, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("ladder_matmul", _elsewhere, "CPU")  # type: ignore[no-untyped-call]
+for _backend in ("CUDA", "CPU"):  # on a CPU it says what it needs
+    _library.impl("ladder_matmul", host.run, _backend)  # type: ignore[no-untyped-call]
 
 
 def _fake(rung: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

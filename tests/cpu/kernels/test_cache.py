@@ -64,8 +64,29 @@ def test_corrupt_entry_is_noticed_and_rebuilt(compile_count: list[str], damage: 
     assert len(compile_count) == 2, "the rebuilt entry is good again"
 
 
+def test_a_corrupt_entry_that_cannot_be_removed_costs_only_the_caching(
+    monkeypatch: pytest.MonkeyPatch, compile_count: list[str]
+) -> None:
+    """As on a read-only disk."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("read-only")
+
+    cache.compile_cached(SOURCE)
+    entries()[0].write_bytes(b"torn")
+    for where in ("tempfile.mkstemp", "os.unlink", "pathlib.Path.unlink"):
+        monkeypatch.setattr(where, refuse)
+    assert cache.compile_cached(SOURCE).cubin
+    assert len(compile_count) == 2
+    assert entries()[0].read_bytes() == b"torn"
+
+
 def test_key_covers_source_headers_flags_and_compiler(tmp_path: Path) -> None:
     flags = jit.compile_flags()
+    (tmp_path / "x.cuh").write_text("int a;\n")
+    before = jit.inline_includes('#include "x.cuh"\n', root=tmp_path)
+    (tmp_path / "x.cuh").write_text("int b;\n")
+    after = jit.inline_includes('#include "x.cuh"\n', root=tmp_path)
     keys = {
         cache.key_of(SOURCE, flags, "13.0"),
         cache.key_of(SOURCE + " ", flags, "13.0"),
@@ -74,8 +95,10 @@ def test_key_covers_source_headers_flags_and_compiler(tmp_path: Path) -> None:
         cache.key_of(SOURCE, flags, "13.5"),
         cache.key_of("b", ("a",), "c"),
         cache.key_of("", ("ab",), "c"),
+        cache.key_of(before, flags, "13.0"),
+        cache.key_of(after, flags, "13.0"),
     }
-    assert len(keys) == 7
+    assert len(keys) == 9
 
 
 def test_many_processes_at_once_leave_one_good_entry() -> None:

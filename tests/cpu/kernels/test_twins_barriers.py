@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cpu.kernels.ring_model import Mbarrier, simulate_ring
+from tests.cpu.kernels.ring_model import Mbarrier, drain_slots, simulate_ring
 
 from octavo.kernels.matmul import barriers
-from octavo.kernels.matmul.barriers import Slot, drain_slots, ring_timeline, slot
+from octavo.kernels.matmul.barriers import Slot, ring_timeline, slot
 
 
 def test_two_rounds_of_a_three_stage_ring_by_hand() -> None:

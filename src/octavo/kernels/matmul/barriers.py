@@ -29,17 +29,6 @@ def slot(iteration: int, num_stages: int) -> Slot:
     return Slot(iteration % num_stages, round_bit, round_bit ^ 1)
 
 
-def drain_slots(iterations: int, num_stages: int) -> list[Slot]:
-    """What a producer must still wait for (empty parity) before its CTA may exit.
-
-    Without it a cluster peer can arrive on the shared memory of a CTA that has gone: the last
-    release of each stage used is otherwise seen by nobody. These are simply the waits of the next
-    `num_stages` iterations, without those whose stage was never used.
-    """
-    first = max(iterations, num_stages)
-    return [slot(i, num_stages) for i in range(first, num_stages + iterations)]
-
-
 @dataclass(frozen=True)
 class RingSpan:
     """When one iteration of a ring did what, in ticks: issue -> land -> start -> end of its math."""

@@ -8,7 +8,6 @@ CUDA graph capture. Tensor maps are keyed by address, shape and strides of every
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from ctypes import Structure, c_char, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
@@ -57,7 +56,7 @@ class PreparedCall:
     parameters: Any
 
 
-_calls: OrderedDict[tuple[object, ...], PreparedCall] = OrderedDict()
+_calls: dict[tuple[object, ...], PreparedCall] = {}
 _by_number = {rung.number: rung for rung in RUNGS if rung.kind == "matmul"}
 
 
@@ -80,7 +79,7 @@ def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
         call = prepare(_rung(number), a, b, out)
         _calls[key] = call
         if len(_calls) > _MAX_KEPT_CALLS:
-            _calls.popitem(last=False)
+            del _calls[next(iter(_calls))]
     call.kernel.launch(a.device.index, call.shape, call.parameters)
 
 

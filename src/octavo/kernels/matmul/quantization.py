@@ -31,7 +31,6 @@ class WaveQuantization:
     """`work_units` equal pieces of work on `slots` places. `efficiency` is busy over held time."""
 
     waves: int
-    last_wave: int  # units in the last wave, 1..slots
     efficiency: float
 
 
@@ -48,7 +47,7 @@ def wave_quantization(work_units: int, slots: int) -> WaveQuantization:
     if work_units < 1 or slots < 1:
         raise ValueError(f"no waves of {work_units} units on {slots} slots")
     waves = ceil_div(work_units, slots)
-    return WaveQuantization(waves, work_units - (waves - 1) * slots, work_units / (waves * slots))
+    return WaveQuantization(waves, work_units / (waves * slots))
 
 
 def gemm_efficiency(

@@ -50,14 +50,6 @@ def gemm_bytes(m: int, n: int, k: int, *, element_bytes: int = 2, out_bytes: int
     return element_bytes * (m * k + n * k) + out_bytes * m * n
 
 
-def arithmetic_intensity(
-    m: int, n: int, k: int, *, element_bytes: int = 2, out_bytes: int = 2
-) -> float:
-    """FLOPs per compulsory byte; close to M for few rows in 16-bit types."""
-    traffic = gemm_bytes(m, n, k, element_bytes=element_bytes, out_bytes=out_bytes)
-    return gemm_flops(m, n, k) / traffic
-
-
 def tile_intensity(block_m: int, block_n: int, *, element_bytes: int = 2) -> float:
     """FLOPs per byte that a tile fetches: why a larger output tile needs less of L2."""
     return 2 * block_m * block_n / ((block_m + block_n) * element_bytes)

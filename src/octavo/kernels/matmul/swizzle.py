@@ -20,8 +20,8 @@ BANK_BYTES = 4
 class Swizzle:
     """One mode: `bits` address bits from bit 7 up are XORed into those from bit 4 up.
 
-    `span_bytes` is the row width of the tile, `atom_bytes` where the pattern repeats: a tile's base
-    address must be a multiple of it. `mask` has the address bits that decide the permutation.
+    `span_bytes` is the row width of the tile; a tile's base address must be a multiple of 8 rows,
+    after which the pattern repeats. `mask` has the address bits that decide the permutation.
     """
 
     bits: int
@@ -29,10 +29,6 @@ class Swizzle:
     @property
     def span_bytes(self) -> int:
         return CHUNK_BYTES << self.bits
-
-    @property
-    def atom_bytes(self) -> int:
-        return BANKS * BANK_BYTES << self.bits
 
     @property
     def mask(self) -> int:
