@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "octavo"
 
 # A module imports lower layers and, within its own layer, only what stands to its left.
 LAYERS: list[list[str]] = [
-    ["errors", "env", "logging", "sampling_params", "outputs"],
+    ["errors", "env", "files", "logging", "sampling_params", "outputs"],
     ["config"],
     ["core", "kernels", "distributed"],
     ["attention", "layers"],
@@ -28,7 +28,7 @@ ISOLATED = [{"core", "kernels", "distributed"}]
 # Read-only tools beside the stack: they may use layers 1-3 and the facade.
 TOOLS = {"inspect", "bench"}
 TOOLS_MAY_USE = {*LAYERS[0], *LAYERS[1], *LAYERS[2], "llm", *TOOLS}
-NO_TORCH = ["errors", "env", "logging", "sampling_params", "outputs", "config", "core"]
+NO_TORCH = ["errors", "env", "files", "logging", "sampling_params", "outputs", "config", "core"]
 
 
 def place(part: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from octavo.kernels.jit import MATMUL_DIR
 from octavo.kernels.launch import Kernel, LaunchShape, pack, sm_count
 from octavo.kernels.matmul.registry import RUNGS
 
-_SOURCE = (MATMUL_DIR / "device" / "memory.cu").read_text()
+_SOURCE = (MATMUL_DIR / "device" / "memory.cu").read_text("utf-8")
 STRIDES = (1, 2, 4, 8, 16, 32)  # words of 4 bytes between the lanes of a warp
 CONFLICT_STRIDES = (0, 1, 2, 4, 8, 16, 32)  # 0: every lane reads the same word
 _GIB = 1 << 30

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (lives as long as we do)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -16,6 +16,7 @@ from octavo.config.model import ModelConfig
 from octavo.config.resolve import estimate_pool, finalise, make_args, resolve
 from octavo.config.step_cost import machine_for, step_operations
 from octavo.errors import ConfigError
+from octavo.files import read_text
 from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
 
@@ -72,13 +73,14 @@ def read_measured(path: Path, model: ModelConfig) -> tuple[StepKind, list[Row]]:
     Raises ConfigError for another kind of file, or if it is of another model.
     """
     keys = ("name", "known", "calls", "median_us", "total_us")
+    text = read_text("--measured", path)
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(text)
         kind = StepKind(found["phase"], found["batch_size"], found["mean_seq_len"])
         rows = [row for row in found["profile"]["operations"] if "total_us" in row]
         times = [{key: row[key] for key in keys} for row in rows]
         weight_bytes = found["weight_bytes"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"--measured: {path} is not of bench step: {error!r}") from None
     if weight_bytes != model.weight_bytes():
         raise ConfigError(f"--measured: {path} is of another model")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo import files
 from octavo.cli import options
 from octavo.errors import InvalidRequestError
 from octavo.llm import LLM
@@ -44,22 +45,14 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Prompts from the arguments, the file or stdin.
 
-    Raises InvalidRequestError if there are none or they cannot be read as UTF-8 text.
+    Raises InvalidRequestError if there are none, ConfigError if they cannot be read as text.
     """
-    prompts = list(args.prompts)
+    prompts, text = list(args.prompts), ""
     if args.file is not None:
-        try:
-            prompts += [line for line in args.file.read_text("utf-8").splitlines() if line]
-        except OSError as error:
-            reason = error.strerror or error
-            raise InvalidRequestError("--file", f"cannot read {args.file}: {reason}") from None
-        except UnicodeDecodeError:
-            raise InvalidRequestError("--file", f"{args.file} is not UTF-8 text") from None
+        text = files.read_text("--file", args.file)
     elif not prompts:
-        try:
-            prompts = [line for line in sys.stdin.read().splitlines() if line]
-        except UnicodeDecodeError:
-            raise InvalidRequestError("stdin", "is not text") from None
+        text = files.read_all("stdin:", sys.stdin)
+    prompts += [line for line in text.splitlines() if line]
     if not prompts:
         raise InvalidRequestError("PROMPT", "no prompt in the arguments, --file or stdin")
     return prompts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
+from octavo.cli import options
 from octavo.config.engine import MAX_COUNT
 from octavo.errors import KernelError
+from octavo.files import read_text
 from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_views import note_lines, render_html, render_text
@@ -28,11 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.set_defaults(action_run=run_device)
     bench = actions.add_parser("bench", help="check and time rungs beside cuBLAS (needs a GPU)")
     bench.add_argument("rungs", nargs="*", help="rung numbers or names, default all")
-    bench.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="M = N = K, bf16")
-    bench.add_argument("--fp32-sizes", type=int, nargs="*", default=[4096], help="M = N = K, fp32")
+    sizes = partial(bench.add_argument, type=positive, metavar="N")
+    sizes("--sizes", nargs="+", default=[4096, 8192], help="M = N = K, bf16")
+    sizes("--fp32-sizes", nargs="*", default=[4096], help="M = N = K, fp32")
     modes = ["cool", "sustained"]
     bench.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default both")
-    bench.add_argument("--rounds", type=int, default=7, help="samples of each rung")
+    bench.add_argument("--rounds", type=positive, default=7, help="samples of each rung")
     bench.add_argument("--out", type=Path, help="write the result as JSON, for `report`")
     bench.set_defaults(action_run=run_bench)
     asm = actions.add_parser("asm", help="source, PTX and SASS side by side, with remarks")
@@ -55,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
     fit.add_argument("--threads", type=positive)
     fit.add_argument("--registers", type=positive, help="a thread")
-    fit.add_argument("--smem", type=int, default=0, help="bytes a CTA")
+    fit.add_argument("--smem", type=not_negative, help="bytes a CTA")
     fit.set_defaults(action_run=run_occupancy)
     page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
@@ -71,10 +75,14 @@ def run(args: argparse.Namespace) -> int:
     return int(args.action_run(args))
 
 
-def positive(text: str) -> int:
-    if not 1 <= (value := int(text)) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}")
+def positive(text: str, least: int = 1) -> int:
+    if not least <= (value := int(text)) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be from {least} to {MAX_COUNT}")
     return value
+
+
+def not_negative(text: str) -> int:
+    return positive(text, least=0)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -91,6 +99,8 @@ def run_list(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     from octavo.bench.ladder import run_ladder
 
+    if args.out:
+        options.check_writable("--out", args.out)
     chosen = [rung(name) for name in args.rungs] or RUNGS
     settings = {name: getattr(args, name) for name in ("modes", "rounds", "fp32_sizes")}
     document = run_ladder(args.sizes, chosen, **settings)
@@ -102,6 +112,8 @@ def run_bench(args: argparse.Namespace) -> int:
 def run_device(args: argparse.Namespace) -> int:
     from octavo.bench.device import measure_device
 
+    if args.out:
+        options.check_writable("--out", args.out)
     document = measure_device()
     print(report_data.device_text(document), end="")
     if args.out:
@@ -113,11 +125,7 @@ def _assemble(name: str, kernel: str | None = None) -> tuple[Assembly, dict[str,
     """A rung or a file, with the title and the introduction of its page."""
     if name.endswith(".cu"):
         path = Path(name)
-        try:
-            return assemble(path.read_text("utf-8"), path.name, kernel), {"title": path.name}
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", error)
-            raise KernelError(f"cannot read {name}: {reason}") from error
+        return assemble(read_text("name", path), path.name, kernel), {"title": path.name}
     found = rung(name)
     built = assemble(found.source, found.path.name, kernel or found.entry)
     return built, {"title": f"{found.number:02d} {found.title}", "intro": found.idea}
@@ -137,7 +145,7 @@ def run_asm(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(text.encode())  # encoded first: no empty file is left if that fails
     print(f"wrote {path} ({len(text) // 1024} KB)")
 
 
@@ -172,8 +180,10 @@ def run_roofline(args: argparse.Namespace) -> int:
 
 
 def run_occupancy(args: argparse.Namespace) -> int:
-    threads, registers, smem = args.threads, args.registers, args.smem
+    threads, registers, smem = args.threads, args.registers, args.smem or 0
     if args.name:
+        if any(number is not None for number in (threads, registers, args.smem)):
+            raise KernelError("a rung has its own --threads, --registers and --smem")
         found, resources = rung(args.name), _assemble(args.name)[0].resources
         threads, registers = found.threads, resources.registers
         smem = resources.static_smem + found.dynamic_smem

@@ -39,7 +39,7 @@ def cpu_name() -> str:
 def _value(path: Path, name: str = "") -> str:
     """The rest of the first line that begins with `name`; empty without such a line or file."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
         return ""
     return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")

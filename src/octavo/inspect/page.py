@@ -23,12 +23,12 @@ from markupsafe import Markup
 from octavo.errors import KernelError
 
 _FOLDER = Path(__file__).parent
-_LIGHT = (_FOLDER / "page.css").read_text().split("@media")[0]
+_LIGHT = (_FOLDER / "page.css").read_text("utf-8").split("@media")[0]
 PALETTE = dict(re.findall(r"--([\w-]+): (#\w+)", _LIGHT))
 INK, SOFT, LINE, PANEL = (PALETTE[name] for name in ("ink", "soft", "line", "panel"))
 GOOD, BAD = PALETTE["accent"], PALETTE["warn"]
 SERIES = [PALETTE[f"c{number}"] for number in range(8)]
-_SHEET = Template((_FOLDER / "figures.mplstyle").read_text()).safe_substitute(PALETTE)
+_SHEET = Template((_FOLDER / "figures.mplstyle").read_text("utf-8")).safe_substitute(PALETTE)
 _STYLE = dict(re.findall(r"^([\w.-]+): (.*)$", _SHEET, re.MULTILINE))
 
 

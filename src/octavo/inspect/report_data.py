@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import UndefinedError
 
 from octavo.errors import KernelError
+from octavo.files import read_text
 from octavo.inspect.page import render, words
 from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.roofline import DEVICES, Device, peak_flops, tile_intensity
@@ -92,22 +93,24 @@ class LadderRun:
 
 
 def load_run(path: Path) -> LadderRun:
-    """Read and check a results file. Raises KernelError when it is not one, with the reason."""
-    run: LadderRun = _load(path, "bench", parse_run)
+    """Read and check a results file. Raises KernelError when it is not one, with the reason.
+
+    Raises ConfigError, naming the option of `octavo kernels report`, when it cannot be read.
+    """
+    run: LadderRun = _load("json", path, "bench", parse_run)
     return run
 
 
 def load_device(path: Path) -> dict[str, Any]:
-    """Read a device measurement. Raises KernelError when it is not one."""
-    return dict(_load(path, "device", lambda document: device_text(document) and document))
+    """Read a device measurement. Raises as `load_run` does."""
+    return dict(_load("--device", path, "device", lambda found: device_text(found) and found))
 
 
-def _load(path: Path, action: str, parse: Callable[[Any], Any]) -> Any:
+def _load(option: str, path: Path, action: str, parse: Callable[[Any], Any]) -> Any:
+    text = read_text(option, path)
     try:
-        return parse(json.loads(path.read_text()))
-    except OSError as error:
-        raise KernelError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse(json.loads(text))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise KernelError(f"{path} is not JSON: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, UndefinedError) as error:
         what = f"the result of `octavo kernels {action}`"

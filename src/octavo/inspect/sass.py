@@ -24,7 +24,7 @@ MATH, TENSOR, MOVE, OTHER = "math", "tensor core", "move", "other"
 GROUP_ORDER = (TENSOR, MATH, *["load", "store", "TMA", "sync", "address"], MOVE, "control", OTHER)
 _TABLE = [
     [cell.strip() for cell in line.split("|")]
-    for line in (Path(__file__).parent / "opcodes.txt").read_text().splitlines()
+    for line in (Path(__file__).parent / "opcodes.txt").read_text("utf-8").splitlines()
     if not line.startswith("#")
 ]
 _KNOWN = {root: (group, words) for group, roots, words in _TABLE for root in roots.split()}
@@ -117,7 +117,7 @@ def disassemble(cubin: bytes) -> dict[str, SassKernel]:
         file.write(cubin)
         file.flush()
         command = [str(tool), "-c", "-gi", "-gp", file.name]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     if found.returncode:
         raise KernelError(f"{tool.name} failed: {found.stderr.strip() or found.stdout.strip()}")
     return parse_sass(found.stdout)

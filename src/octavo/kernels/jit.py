@@ -85,7 +85,7 @@ def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DI
                 path = root / quoted
                 if not path.is_file():
                     raise KernelError(f"{file}: cannot find {quoted!r} under {root.name}/")
-                pieces.append(expand(_PRAGMA_ONCE.sub("", path.read_text()), quoted))
+                pieces.append(expand(_PRAGMA_ONCE.sub("", path.read_text("utf-8")), quoted))
             next_line = text.count("\n", 0, end) + 2
             pieces.append(f'\n#line {next_line} "{_VIRTUAL_ROOT}/{file}"')
         pieces.append(text[end:])

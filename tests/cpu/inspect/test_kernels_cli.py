@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.cli import main
 from octavo.kernels.matmul.registry import RUNGS
 from tests.cpu.inspect.test_pages import document
@@ -38,6 +41,15 @@ def test_measuring_says_in_one_line_that_it_needs_a_gpu(
     assert "needs a CUDA GPU" in err
 
 
+@pytest.mark.parametrize("action", ["bench", "device"])
+def test_nothing_is_measured_that_cannot_be_written(
+    action: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, err = call(capsys, action, "--out", str(tmp_path))
+    assert (status, out) == (2, "")
+    assert err == f"octavo: error: --out: cannot write {tmp_path}: Is a directory\n"
+
+
 def test_asm_prints_remarks_and_writes_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -62,10 +74,65 @@ def test_asm_reads_a_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (status, "cannot read" in err) == (2, True)
     source.write_bytes(b"\xff")
     status, _, err = call(capsys, "asm", str(source))
-    assert (status, f"cannot read {source}: 'utf-8'" in err) == (2, True)
+    assert (status, f"{source} is not text" in err) == (2, True)
     source.write_text("this is no kernel\n")
     status, _, err = call(capsys, "asm", str(source))
     assert (status, "does not compile" in err) == (2, True)
+
+
+@pytest.mark.parametrize("form", ["asm {}", "report {}", "report {} --device {}"])
+def test_a_file_without_end_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str
+) -> None:
+    endless = tmp_path / "x.cu"
+    endless.symlink_to("/dev/zero")
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(document()))
+    words = form.format(*[endless] if form.count("{") == 1 else [run, endless]).split()
+    status, _, err = call(capsys, *words)
+    option = {"asm {}": "name", "report {}": "json"}.get(form, "--device")
+    assert (status, err) == (
+        2,
+        f"octavo: error: {option}: {endless} has more than 67108864 characters\n",
+    )
+
+
+def test_a_failing_disassembler_is_not_taken_for_an_unreadable_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "mine.cu"
+    source.write_text('extern "C" __global__ void mine(float* p) { p[threadIdx.x] *= 2.0f; }\n')
+    broken = tmp_path / "nvdisasm"
+    broken.write_bytes(b"\0")
+    broken.chmod(0o755)
+    monkeypatch.setattr("octavo.inspect.sass.find_tool", lambda name: broken)
+    status, _, err = call(capsys, "asm", str(source))
+    assert status == 2
+    assert "nvdisasm" in err
+    assert "mine.cu" not in err
+
+
+def test_pages_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    """Nothing of ours is read or written in the locale's encoding."""
+    run, mine = tmp_path / "run.json", tmp_path / "mine.cu"
+    text = json.dumps(document() | {"remark": "\u00b5"}, ensure_ascii=False)
+    run.write_text(text, "utf-8")
+    kernel = 'extern "C" __global__ void mine(float* p) { p[threadIdx.x] = 2; }  // \u00b5\n'
+    mine.write_text(kernel, "utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    warn = {"PYTHONWARNDEFAULTENCODING": "1", "PYTHONWARNINGS": "default::EncodingWarning"}
+    settings = {"cwd": tmp_path, "env": os.environ | locale | warn, "timeout": 120}
+    for words in (
+        ["asm", "mine.cu", "--html", "a.html"],
+        ["report", "run.json", "--out", "b.html"],
+    ):
+        command = [sys.executable, "-m", "octavo", "kernels", *words]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, **settings)
+        assert done.returncode == 0, done.stderr
+        assert str(Path(octavo.__file__).parent) not in done.stderr
+        page = (tmp_path / words[-1]).read_text("utf-8")
+        assert page.endswith("</html>")
+        assert not page.isascii()
 
 
 @pytest.mark.parametrize("name", ["99", "no_such_rung"])
@@ -99,6 +166,34 @@ def test_roofline_refuses_numbers_by_name(
     with pytest.raises(SystemExit):
         main(["kernels", "roofline", *template.format(bad).split()])
     assert f"argument {name}: must be from 1 to 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        ("bench --sizes 0", 1),
+        ("bench --sizes 64 -1", 1),
+        ("bench --fp32-sizes 99999999999", 1),
+        ("bench --rounds 0", 1),
+        ("occupancy --smem -1", 0),
+    ],
+)
+def test_numbers_of_the_lab_are_bounded_by_name(
+    capsys: pytest.CaptureFixture[str], words: str, least: int
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["kernels", *words.split()])
+    option = words.split()[1]
+    assert f"argument {option}: must be from {least} to 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers", ["--threads 64 --registers 255", "--smem 0"])
+def test_a_rung_is_not_given_together_with_numbers(
+    capsys: pytest.CaptureFixture[str], numbers: str
+) -> None:
+    status, out, err = call(capsys, "occupancy", "02", *numbers.split())
+    assert (status, out) == (2, "")
+    assert "a rung has its own --threads, --registers and --smem" in err
 
 
 def test_occupancy_of_numbers_and_of_a_rung(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import KernelError
+from octavo.errors import ConfigError, KernelError
 from octavo.inspect.asm_views import render_html
 from octavo.inspect.figures import ladder_figure, pictures, ring_figure, roofline_figure
 from octavo.inspect.notes import notes
@@ -325,11 +325,15 @@ def test_a_damaged_results_file_is_an_error(tmp_path: Path, change: Any, message
 
 
 def test_files_that_are_no_json_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(KernelError, match="cannot read"):
+    with pytest.raises(ConfigError, match="json: cannot read"):
         load_run(tmp_path / "absent.json")
     (tmp_path / "x.json").write_bytes(b"\x89PNG")
-    with pytest.raises(KernelError, match="is not JSON"):
+    with pytest.raises(ConfigError, match=r"x\.json is not text"):
         load_run(tmp_path / "x.json")
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(KernelError, match="is not JSON"):
+            load_run(tmp_path / "x.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(KernelError, match="not the result"):
         load_run(tmp_path / "list.json")

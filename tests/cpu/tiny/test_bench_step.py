@@ -461,6 +461,7 @@ def test_explain_step(
     [
         (None, "No such file"),
         ("{", "is not of bench step"),
+        ("[" * 100_000, "is not of bench step"),
         ("[]", "is not of bench step"),
         ('{"bench": "latency"}', "is not of bench step: KeyError"),
         (
@@ -482,6 +483,7 @@ def test_explain_refuses_other_files(
         path.write_text(content)
     status, out, err = octavo(capsys, "explain", str(tiny_model), "--measured", str(path))
     assert (status, out) == (2, "")
-    assert err.startswith(f"octavo: error: --measured: {path} ")
+    assert err.startswith("octavo: error: --measured: ")
+    assert str(path) in err
     assert reason in err
     assert len(err.splitlines()) == 1

@@ -171,6 +171,30 @@ def test_stdin_that_is_not_text_is_one_line(
         assert (status, out, err) == (2, "", "octavo: error: stdin: is not text\n")
 
 
+def test_prompts_without_end_are_refused_by_name(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = octavo(capsys, "generate", letters, *DUMMY, "--file", "/dev/zero")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("octavo: error: --file: /dev/zero has more than ")
+    with open("/dev/zero", encoding="utf-8") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        status, _, err = octavo(capsys, "generate", letters, *DUMMY)
+    assert status == 2
+    assert err.startswith("octavo: error: stdin: has more than ")
+
+
+def test_prompts_come_from_pipes_too(letters: str) -> None:
+    command = f"{sys.executable} -m octavo generate {letters} --max-tokens 1 {' '.join(DUMMY)}"
+    for line in (
+        f"printf 'ab\\ncd\\n' | {command} --file /dev/stdin",
+        f"{command} --file <(printf 'ab\\ncd\\n')",
+    ):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert [x for x in done.stdout.splitlines() if x.startswith("> ")] == ["> ab", "> cd"]
+
+
 def test_closed_reader_ends_without_traceback(letters: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -72,7 +72,7 @@ class Rung:
 
     @property
     def source(self) -> str:
-        return self.path.read_text()
+        return self.path.read_text("utf-8")
 
     @property
     def idea(self) -> str:
@@ -103,7 +103,7 @@ def parse_constants(source: str) -> dict[str, int]:
 
 def read_rung(path: Path) -> Rung:
     """Builds the `Rung` of one source file. Raises ValueError for an incomplete header."""
-    source = path.read_text()
+    source = path.read_text("utf-8")
     constants = parse_constants(source)
     entry, comment = _ENTRY.search(source), _COMMENT.match(source)
     if entry is None or comment is None:
