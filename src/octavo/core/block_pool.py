@@ -138,7 +138,8 @@ class BlockPool:
         assert num_blocks <= self.num_free_blocks, "allocate() without checking num_free_blocks"
         blocks = [self._free.popleft() for _ in range(num_blocks)]
         for block in blocks:
-            self._forget(block)
+            if block.prefix is not None:
+                self._forget(block)
             block.ref_count = 1
         return blocks
 

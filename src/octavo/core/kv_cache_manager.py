@@ -176,13 +176,16 @@ class KVCacheManager:
         start = len(table.groups[0])
         if len(hits):
             self._take_hits(table, hits)
-        new = self.pool.allocate(max(0, num_new))
-        each = len(new) // self._num_groups
-        appended: list[int] = []
-        for group, blocks in enumerate(table.groups):
+        self.grow(request, max(0, num_new))
+        return [block.block_id for blocks in table.groups for block in blocks[start:]]
+
+    def grow(self, request: Request, num_new: int) -> list[int]:
+        """Append so many free blocks, equally many to each of its tables; returns their ids, by group."""
+        new = self.pool.allocate(num_new)
+        each = num_new // self._num_groups
+        for group, blocks in enumerate(self._tables[request.request_id].groups):
             blocks += new[group * each : (group + 1) * each]
-            appended += [block.block_id for block in blocks[start:]]
-        return appended
+        return [block.block_id for block in new]
 
     def _take_hits(self, table: _BlockTable, hits: KVCacheBlocks) -> None:
         assert not table.groups[0], "hits come before any other block of a request"

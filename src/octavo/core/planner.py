@@ -67,7 +67,7 @@ class Planner:
             # What was planned before has its blocks: one token more needs none amid a block.
             is_covered = num_new == 1 and start % block_size
             if not is_covered and (num_missing := num_missing_blocks(request, num_tokens)):
-                block_ids = self._allocate_running(request, num_tokens, num_missing, draft)
+                block_ids = self._allocate_running(request, num_missing, draft)
                 if block_ids is None:
                     continue
                 draft.plan.new_block_ids[request.request_id] = block_ids
@@ -98,27 +98,24 @@ class Planner:
         draft.launched.append(LaunchedRequest(request, request.epoch, num_new, num_samples))
 
     def _allocate_running(
-        self, request: Request, num_tokens: int, num_missing: int, draft: StepDraft
+        self, request: Request, num_missing: int, draft: StepDraft
     ) -> list[int] | None:
         """Blocks for a running request; those behind it are preempted if need be, or itself."""
         if draft.short_of_blocks:
             return None
-        while True:
+        while num_missing > (num_free := self._kv.num_free_blocks):
             # Deferred blocks count: they are free as soon as the steps in flight are settled.
-            num_coming = self._kv.num_free_blocks + self._state.inflight.num_deferred_blocks
-            if num_missing <= num_coming:
-                break
+            num_coming = num_free + self._state.inflight.num_deferred_blocks
             draft.short_of_blocks = True
+            if num_missing <= num_coming:
+                return None
             behind = self._state.running.after(request)
             num_lacking = num_missing - num_coming
             victim = choose_victim(behind, num_lacking, self._kv.num_freeable_blocks)
             self._state.preempt(victim or request)
             if victim is None:
                 return None
-        block_ids = self._kv.allocate_slots(request, num_tokens)
-        if block_ids is None:
-            draft.short_of_blocks = True
-        return block_ids
+        return self._kv.grow(request, num_missing)
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Admit in order; one that does not fit is passed at most max_bypass times."""

@@ -196,30 +196,33 @@ class Scheduler:
                 kv.cache_blocks(request, request.num_computed_tokens)
         if request.output_limit == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
             stop = RequestStatus.FINISHED_LENGTH, None
+        token_ids = sampled if num_appended == len(sampled) else sampled[:num_appended]
         if stop is not None:
-            news = self._finish(request, stop[0])
+            news = self._finish(request, stop[0], None, token_ids)
             news.stop_reason = stop[1]
         elif num_appended or scores:
-            news = self._news(request)
+            news = self._news(request, token_ids)
         else:
             return None
-        news.new_token_ids = sampled if num_appended == len(sampled) else sampled[:num_appended]
         if (logprobs := output.logprobs.get(request_id)) is not None:
             news.logprobs = logprobs[:num_appended]
         news.prompt_logprobs = scores
         return news
 
     def _finish(
-        self, request: Request, status: RequestStatus, error: str | None = None
+        self,
+        request: Request,
+        status: RequestStatus,
+        error: str | None = None,
+        token_ids: list[int] | None = None,
     ) -> EngineCoreOutput:
         self.state.end(request, status)
-        news = self._news(request)
+        news = self._news(request, token_ids or [])
         news.finish_reason, news.error = status.finish_reason, error
         return news
 
-    def _news(self, request: Request) -> EngineCoreOutput:
-        news = EngineCoreOutput(request.request_id)  # keywords would double the time
-        news.num_cached_tokens = request.num_cached_tokens
-        news.num_preemptions = request.num_preemptions
-        news.first_scheduled_time = request.first_scheduled_time
-        return news
+    def _news(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
+        # By position: keywords would double the time.
+        name, start = request.request_id, request.first_scheduled_time
+        num_cached, num_preemptions = request.num_cached_tokens, request.num_preemptions
+        return EngineCoreOutput(name, token_ids, num_cached, num_preemptions, start)

@@ -82,14 +82,14 @@ class EngineCoreOutput:
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    first_scheduled_time: float | None = None
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ flight. The scheduler's counters are built for that, so nothing else knows about
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from octavo import env
 from octavo.config.engine import EngineConfig
@@ -23,6 +23,21 @@ from octavo.logging import get_logger
 logger = get_logger(__name__)
 
 STEP_LOG_LENGTH = 4096  # steps that can be looked back on
+
+
+class Life:
+    """Whatever escapes a `with` block of it ends the engine: a plan or a result may be half applied."""
+
+    death: str | None = None
+    """Why the engine serves no more."""
+
+    def __enter__(self) -> None:
+        """Three times a step, so not by contextlib's generators, which take 1 us."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.death = f"the engine failed: {type(error).__name__}: {error}"
+            logger.error("the engine is dead", exc_info=error)
 
 
 class EngineCore:
@@ -46,8 +61,7 @@ class EngineCore:
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         """State after each plan, newest last."""
         self._check_integrity = env.check_integrity()
-        self._death: str | None = None
-        """Why the engine serves no more."""
+        self.life = Life()
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never fit, EngineDeadError if the
@@ -60,7 +74,7 @@ class EngineCore:
 
         No-op once the engine is dead: all its requests ended with it.
         """
-        if self._death is None:
+        if self.life.death is None:
             self.scheduler.abort(request_ids)
 
     def step(
@@ -81,7 +95,7 @@ class EngineCore:
         plan, pending = self._in_flight[0]
         with waiting():
             result = pending.collect()  # the step stays the oldest if this is interrupted
-        with self.dead_if_it_fails():
+        with self.life:
             if isinstance(result, DeviceLostError):
                 raise result
             self._in_flight.popleft()
@@ -96,12 +110,12 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the worker; launched steps finish first. May be called twice."""
-        self._death = self._death or "the engine was shut down"
+        self.life.death = self.life.death or "the engine was shut down"
         self._executor.shutdown()
 
     def _launch(self) -> bool:
         """Plan a step and queue it; False if there is nothing to run."""
-        with self.dead_if_it_fails():
+        with self.life:
             plan = self.scheduler.schedule()
             if plan.empty:
                 return False
@@ -110,15 +124,5 @@ class EngineCore:
         return True
 
     def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-
-    @contextmanager
-    def dead_if_it_fails(self) -> Iterator[None]:
-        """Whatever escapes the block ends the engine: a plan or a result may be half applied."""
-        try:
-            yield
-        except BaseException as error:
-            self._death = f"the engine failed: {type(error).__name__}: {error}"
-            logger.exception("the engine is dead")
-            raise
+        if self.life.death is not None:
+            raise EngineDeadError(self.life.death)

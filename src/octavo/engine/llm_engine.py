@@ -190,7 +190,7 @@ class LLMEngine:
     def _pump(self, gate: InterruptGate) -> None:
         self._abort_queued()
         news = self.core.step(gate.open)
-        with self.core.dead_if_it_fails():  # nobody would get this news a second time
+        with self.core.life:  # nobody would get this news a second time
             self._deliver(news)
         self._record_plans()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,14 +94,15 @@ class CompletionTimes:
     last: float | None = None
     num_tokens: int = 0
 
-    def add(self, number: int, now: float, gaps: list[float]) -> None:
-        """`number` tokens arrived; the gaps (ITL) that they end are appended to `gaps`."""
+    def add(self, number: int, now: float, gaps: dict[float, int]) -> None:
+        """`number` tokens arrived; the gaps (ITL) that they end are counted in `gaps`."""
         if self.last is None:
             self.first = now
         else:
-            gaps.append(now - self.last)
+            gap = now - self.last
+            gaps[gap] = gaps.get(gap, 0) + 1
         if number > 1:
-            gaps += [0.0] * (number - 1)
+            gaps[0.0] = gaps.get(0.0, 0) + number - 1
         self.last = now
         self.num_tokens += number
 
@@ -146,11 +147,14 @@ class EngineMetrics:
         self._stats = stats
         self._prefill_rate.add(time.monotonic() if now is None else now, stats.num_prefill_tokens)
 
-    def record_tokens(self, gaps: Sequence[float], number: int, now: float) -> None:
-        """`number` tokens arrived in one step, of all completions; gaps: see CompletionTimes."""
+    def record_tokens(self, gaps: Mapping[float, int], number: int, now: float) -> None:
+        """`number` tokens arrived in one step, of all completions.
+
+        gaps: how often each came, see CompletionTimes; in a step of decodes most are equal.
+        """
         self.num_generation_tokens += number
         self._generation_rate.add(now, number)
-        for gap, times in Counter(gaps).items():  # in a step of decodes most are equal
+        for gap, times in gaps.items():
             self.histograms.itl_seconds.observe(gap, times)
 
     def record_ttft(self, seconds: float) -> None:

@@ -101,15 +101,14 @@ class ParentRequest:
         changed = [c for c in self.completions if c.changed]
         if not changed:
             return None
-        prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is not None:
-            if len(prompt_logprobs) < len(self.prompt_token_ids) and not is_finished:
-                prompt_logprobs = None  # a sibling was faster than the completion that scores it
+        scores = self.prompt_logprobs
+        if scores is not None:
+            if len(scores) < len(self.prompt_token_ids) and not is_finished:
+                scores = None  # a sibling was faster than the completion that scores it
             elif is_delta:
                 self.prompt_logprobs = None  # told once
-        told = changed if is_delta else self.completions
-        outputs = [completion.snapshot(is_delta) for completion in told]
-        return self._output(outputs, prompt_logprobs)
+        outputs = [each.snapshot(is_delta) for each in (changed if is_delta else self.completions)]
+        return self._output(outputs, is_finished, scores)
 
     def failed_output(self, error: str) -> RequestOutput:
         """What is told if `make_output` fails; its completions have ended."""
@@ -118,20 +117,18 @@ class ParentRequest:
             CompletionOutput(c.output.index, finish_reason=failed, error=error)
             for c in self.completions
         ]
-        return self._output(outputs, None)
+        return self._output(outputs, True, None)
 
     def _output(
-        self, outputs: list[CompletionOutput], scores: list[dict[int, Logprob] | None] | None
+        self,
+        outputs: list[CompletionOutput],
+        is_finished: bool,
+        scores: list[dict[int, Logprob] | None] | None,
     ) -> RequestOutput:
+        name, prompt, prompt_ids = self.request_id, self.prompt, self.prompt_token_ids
+        num_cached, metrics = self.num_cached_tokens, self.metrics
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            outputs,
-            self.num_running == 0,
-            scores,
-            self.num_cached_tokens,
-            self.metrics,
+            name, prompt, prompt_ids, outputs, is_finished, scores, num_cached, metrics
         )
 
 
@@ -206,7 +203,7 @@ class OutputProcessor:
         now = time.monotonic() if now is None else now
         parents: dict[str, ParentRequest] = {}
         to_abort: list[str] = []
-        num_tokens, gaps = 0, list[float]()
+        num_tokens, gaps = 0, dict[float, int]()
         for news in core_outputs:
             completion = self._completions.get(news.request_id)
             if completion is None:
@@ -272,31 +269,42 @@ class OutputProcessor:
             self._finish(completion, FinishReason.ERROR, now)
 
     def _apply(
-        self, completion: _Completion, news: EngineCoreOutput, now: float, gaps: list[float]
+        self, completion: _Completion, news: EngineCoreOutput, now: float, gaps: dict[float, int]
     ) -> int:
         """Returns how many of the new tokens count: all, or up to the end of a stop string."""
-        parent, metrics = completion.parent, completion.parent.metrics
+        parent, output = completion.parent, completion.output
+        metrics = parent.metrics
         if news.num_preemptions != completion.num_preemptions:
             metrics.num_preemptions += news.num_preemptions - completion.num_preemptions
             completion.num_preemptions = news.num_preemptions
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = news.first_scheduled_time
-        if completion.output.index == 0:
+        if output.index == 0:
             parent.num_cached_tokens = news.num_cached_tokens
             if news.prompt_logprobs is not None and parent.prompt_logprobs is not None:
                 parent.prompt_logprobs += [self._logprobs(s) for s in news.prompt_logprobs]
-        detokenizer, num_tokens = completion.detokenizer, len(news.new_token_ids)
+        detokenizer, token_ids = completion.detokenizer, news.new_token_ids
+        num_tokens = len(token_ids)
         if detokenizer is not None:
             num_tokens = self._add_text(completion, detokenizer, news)
         if num_tokens:
-            self._add_tokens(completion, news, num_tokens, now)
+            completion.changed = True
+            output.token_ids += (
+                token_ids if num_tokens == len(token_ids) else token_ids[:num_tokens]
+            )
+            if output.logprobs is not None:
+                self._add_logprobs(output, news, num_tokens)
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+                self.metrics.record_ttft(now - metrics.arrival_time)
+            metrics.last_token_time = now
+            metrics.num_generation_tokens += num_tokens
             completion.times.add(num_tokens, now, gaps)
         if detokenizer is not None and detokenizer.stop_string is not None:
-            completion.output.stop_reason = detokenizer.stop_string
+            output.stop_reason = detokenizer.stop_string
             self._finish(completion, FinishReason.STOP, now)
         elif news.finish_reason is not None:
-            completion.output.error = news.error
-            completion.output.stop_reason = news.stop_reason
+            output.error, output.stop_reason = news.error, news.stop_reason
             self._finish(completion, news.finish_reason, now)
         return num_tokens
 
@@ -312,23 +320,15 @@ class OutputProcessor:
         completion.add_text(text)
         return detokenizer.num_tokens - before
 
-    def _add_tokens(
-        self, completion: _Completion, news: EngineCoreOutput, num_tokens: int, now: float
+    def _add_logprobs(
+        self, output: CompletionOutput, news: EngineCoreOutput, num_tokens: int
     ) -> None:
-        completion.changed = True
-        output, metrics = completion.output, completion.parent.metrics
-        output.token_ids += news.new_token_ids[:num_tokens]
-        if output.logprobs is not None:
-            assert output.cumulative_logprob is not None
-            assert news.logprobs is not None, "the core sent no scores"
-            for scores in news.logprobs[:num_tokens]:
-                output.logprobs.append(self._logprobs(scores))
-                output.cumulative_logprob += scores.logprobs[0]
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-            self.metrics.record_ttft(now - metrics.arrival_time)
-        metrics.last_token_time = now
-        metrics.num_generation_tokens += num_tokens
+        assert output.logprobs is not None
+        assert output.cumulative_logprob is not None
+        assert news.logprobs is not None, "the core sent no scores"
+        for scores in news.logprobs[:num_tokens]:
+            output.logprobs.append(self._logprobs(scores))
+            output.cumulative_logprob += scores.logprobs[0]
 
     def _finish(self, completion: _Completion, reason: FinishReason, now: float) -> None:
         """Forget the completion; what cannot be counted is logged, for nobody is left to fail."""

@@ -32,6 +32,7 @@ class GpuModelRunner(ModelRunner):
         self._last_result: tuple[torch.Tensor, torch.Tensor] | None = None
         """Hidden states and logits of a step like the last one, where a CUDA graph leaves them."""
         self._ends = [torch.cuda.Event() for _ in range(RESULTS_KEPT)]  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream()
         with torch.inference_mode():
             if not config.enforce_eager:
                 self._graphs = self._capture()
@@ -132,5 +133,5 @@ class GpuModelRunner(ModelRunner):
     def _mark(self) -> torch.cuda.Event:
         done = self._ends.pop(0)
         self._ends.append(done)  # in use again when its step has long been collected
-        done.record()
+        done.record(self._stream)  # looking up the current one takes as long as the rest of it
         return done

@@ -9,11 +9,13 @@ import torch
 class PinnedRing:
     """int32 buffers used in turn; one is written again only when the GPU has read it.
 
-    On a CPU device the buffers are plain memory, and nothing is waited for.
+    On a GPU for the stream that is current at construction. On a CPU device the buffers are plain
+    memory, and nothing is waited for.
     """
 
     def __init__(self, device: torch.device, size: int, depth: int = 4) -> None:
         self._pinned = device.type == "cuda"
+        self._stream = torch.cuda.current_stream() if self._pinned else None
         self._buffers = [self._allocate(size) for _ in range(depth)]
         self._read: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
@@ -34,10 +36,10 @@ class PinnedRing:
         return buffer
 
     def release(self) -> None:
-        """The kernels launched so far on this stream are the last to read the staged buffer."""
+        """The kernels launched so far are the last to read the staged buffer."""
         if self._pinned:
             event = self._read[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(self._stream)
             self._read[self._next] = event
         self._next = (self._next + 1) % len(self._buffers)
 

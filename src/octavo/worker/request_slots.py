@@ -7,6 +7,8 @@ are written by the device itself and never pass through the host before the next
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
+
 import numpy as np
 import torch
 
@@ -111,14 +113,13 @@ class RequestSlots:
         if not writes:
             return
         targets = np.array([start for start, _ in writes], dtype=np.int32)
-        lengths = np.array([len(values) for _, values in writes], dtype=np.int32)
-        offsets = np.zeros(len(writes) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        values = [np.asarray(values, dtype=np.int32) for _, values in writes]
+        lengths = [len(values) for _, values in writes]
+        offsets = np.array([0, *accumulate(lengths)], dtype=np.int32)
+        values = np.array([*chain.from_iterable(values for _, values in writes)], dtype=np.int32)
         if self.arena.is_cuda:
-            staged = self._staging.stage([targets, offsets, *values])
+            staged = self._staging.stage([targets, offsets, values])
             write_segments(self.arena, staged, len(writes))
             self._staging.release()
             return
-        index = np.repeat(targets - offsets[:-1], lengths) + np.arange(offsets[-1])
-        self.arena.index_copy_(0, torch.from_numpy(index), torch.from_numpy(np.concatenate(values)))
+        index = np.repeat(targets - offsets[:-1], lengths) + np.arange(len(values))
+        self.arena.index_copy_(0, torch.from_numpy(index), torch.from_numpy(values))

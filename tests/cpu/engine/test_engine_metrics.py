@@ -20,7 +20,7 @@ def timeline(times: list[tuple[float, int]]) -> tuple[EngineMetrics, CompletionT
     """One completion whose tokens arrive as (time, number)."""
     metrics, completion = EngineMetrics(start=0.0), CompletionTimes()
     for now, number in times:
-        gaps: list[float] = []
+        gaps: dict[float, int] = {}
         completion.add(number, now, gaps)
         metrics.record_tokens(gaps, number, now)
     metrics.record_completion(completion, FinishReason.LENGTH)

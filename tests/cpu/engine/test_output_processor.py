@@ -389,7 +389,7 @@ def test_text_waits_to_be_sent_for_deltas_only(kind):
     add(outputs, kind=kind)
     outputs.process([news("a")])
     completion = outputs._completions["r"]
-    outputs._apply(completion, news("b"), 0.0, [])
+    outputs._apply(completion, news("b"), 0.0, {})
     assert completion.unsent_text == (["b"] if kind is RequestOutputKind.DELTA else [])
 
 
