@@ -24,9 +24,18 @@ def log_level() -> str:
 
 def check_integrity() -> bool:
     """OCTAVO_CHECK_INTEGRITY=1: verify the core's invariants after every step (tests set it)."""
-    value = os.environ.get("OCTAVO_CHECK_INTEGRITY", "0")
+    return _switch("OCTAVO_CHECK_INTEGRITY", "0")
+
+
+def cpu_kernels() -> bool:
+    """OCTAVO_CPU_KERNELS=0: torch alone on a CPU, as where there is no C compiler."""
+    return _switch("OCTAVO_CPU_KERNELS", "1")
+
+
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name, default)
     if value not in ("0", "1"):
-        raise ConfigError(f"OCTAVO_CHECK_INTEGRITY={value!r} is not 0 or 1")
+        raise ConfigError(f"{name}={value!r} is not 0 or 1")
     return value == "1"
 
 

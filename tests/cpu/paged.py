@@ -10,7 +10,7 @@ import torch
 
 from octavo.attention.base import CommonAttentionMetadata
 from octavo.attention.groups import make_backend
-from octavo.attention.reference import ReferenceAttention
+from octavo.attention.native import make_cpu_attention
 from octavo.config.model import ModelConfig
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.weights.loader import load_model
@@ -71,11 +71,11 @@ class PagedModel:
     """A loaded model with caches; each step runs some tokens of some requests."""
 
     def __init__(self, config: ModelConfig, block_size: int = 16, num_blocks: int = 256) -> None:
-        spec = config.kv_cache_spec(block_size)
+        dtype = TORCH_DTYPES[config.dtype]
         self.groups = config.layer_groups()
         self.backend = make_backend(
             [config.window(group[0]) for group in self.groups],
-            lambda window: ReferenceAttention(config.num_heads, spec, window),
+            lambda window: make_cpu_attention(config, dtype, block_size, window),
         )
         self.model: DecoderModel = load_model(config, self.backend, torch.device("cpu"))
         self.config, self.block_size, self.num_blocks = config, block_size, num_blocks

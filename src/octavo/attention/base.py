@@ -35,14 +35,21 @@ class CommonAttentionMetadata:
     """(T,) int64: absolute position of each token."""
 
 
-class AttentionBackend(Protocol):
-    """Paged attention. One instance serves all layers of a model."""
+class AttentionPlanner(Protocol):
+    """What steps and memory need of a backend. One instance serves all layers of a model."""
 
     def build_metadata(self, common: CommonAttentionMetadata) -> Any:
-        """What `attend` needs, computed once a step."""
+        """What layers need, computed once a step."""
 
     def with_tables(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
         """What `build_metadata(common)` would give, for another KV group of the step of `metadata`."""
+
+    def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
+        """Shape of one layer's cache. A block is one contiguous range."""
+
+
+class AttentionBackend(AttentionPlanner, Protocol):
+    """Paged attention as layers call it."""
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float
@@ -53,6 +60,3 @@ class AttentionBackend(Protocol):
         already holds this step's K/V. Returns (T, num_heads, head_dim) of that dtype; rows of
         padding tokens are zero.
         """
-
-    def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
-        """Shape of one layer's cache. A block is one contiguous range."""

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.attention.base import AttentionPlanner, CommonAttentionMetadata
 from octavo.config.kv_cache import KVCacheSpec
 
 
 class GroupedAttention:
     """Plans steps for all groups together. Layers call the backend of their own group."""
 
-    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
+    def __init__(self, backends: Sequence[AttentionPlanner]) -> None:
         """backends: one a group; groups may share one."""
         self.backends = backends
 
@@ -25,7 +25,7 @@ class GroupedAttention:
             replace(common, block_tables=tables, slot_mapping=slots)
             for tables, slots in zip(common.block_tables, common.slot_mapping, strict=True)
         ]
-        first: dict[AttentionBackend, Any] = {}  # groups that share a backend share its plan
+        first: dict[AttentionPlanner, Any] = {}  # groups that share a backend share its plan
         metadata = []
         for part, backend in zip(parts, self.backends, strict=True):
             if backend in first:
@@ -40,11 +40,11 @@ class GroupedAttention:
         return self.backends[0].kv_cache_shape(num_blocks, spec)
 
 
-ModelBackend = AttentionBackend | GroupedAttention
+ModelBackend = AttentionPlanner | GroupedAttention
 
 
 def make_backend(
-    windows: Sequence[int | None], make: Callable[[int | None], AttentionBackend]
+    windows: Sequence[int | None], make: Callable[[int | None], AttentionPlanner]
 ) -> ModelBackend:
     """The backend for groups of layers with these windows; `make` makes one for a window."""
     if len(windows) == 1:
@@ -53,6 +53,6 @@ def make_backend(
     return GroupedAttention([made[window] for window in windows])
 
 
-def group_backend(backend: ModelBackend, group: int) -> AttentionBackend:
+def group_backend(backend: ModelBackend, group: int) -> AttentionPlanner:
     """What the layers of a group call."""
     return backend.backends[group] if isinstance(backend, GroupedAttention) else backend

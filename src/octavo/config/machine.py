@@ -36,6 +36,11 @@ def cpu_name() -> str:
     return said.lstrip("\t :") or platform.processor() or platform.machine()
 
 
+def cpu_flags() -> str:
+    """What an x86 processor can do, in words with spaces between them, where Linux says it."""
+    return _value(Path("/proc/cpuinfo"), "flags")
+
+
 def _value(path: Path, name: str = "") -> str:
     """The rest of the first line that begins with `name`; empty without such a line or file."""
     try:

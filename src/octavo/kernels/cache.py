@@ -53,16 +53,21 @@ def compile_cached(
 
 
 def store(path: Path, compiled: Compiled) -> None:
-    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching."""
+    """Put an entry at `path`, for `load`."""
     resources = {name: asdict(value) for name, value in compiled.resources.items()}
     head = {"ptx": compiled.ptx, "log": compiled.log, "resources": resources}
     payload = json.dumps(head).encode() + b"\n" + compiled.cubin
+    replace(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+                file.write(data)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)

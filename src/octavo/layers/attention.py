@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionPlanner, CommonAttentionMetadata
 from octavo.attention.reference import ReferenceAttention
 from octavo.config.model import ModelConfig
 from octavo.kernels.triton.rope_cache import rope_and_cache
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         rotary: RotaryEmbedding,
-        backend: AttentionBackend,
+        backend: AttentionPlanner,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -56,7 +56,8 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, self.eps, dtype, device, self.unit_offset)
         self.rotary_dim = config.rope.rotary_dim(self.head_dim)
         self.rotary = rotary
-        self.backend = backend
+        # Without `attend` it is that of models.native_stack, which does what `forward` does.
+        self.backend = cast(AttentionBackend, backend)
 
     def arrange_heads(self) -> None:
         """After loading: where heads are rotated in part, put q and k in the order of `pair_halves`.

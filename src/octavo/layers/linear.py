@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.config.engine import LinearBackend
+from octavo.kernels.cpu.native import DEPTH, LANES, CpuKernels, Matrix, cpu_kernels
 from octavo.kernels.triton.linear import fixed_linear
 from octavo.logging import get_logger
 
@@ -59,19 +60,19 @@ class Linear(nn.Module):
         if bias:
             empty = torch.empty(sum(parts), dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
-        self._kernel: LinearKernel | None = None
+        self.kernel: LinearKernel | None = None
 
     def finalize(self, backend: LinearBackend) -> None:
         """Choose the kernel and give it the loaded weight; the CPU's packs it and lets go of it."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
-        self._kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
+        self.kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
         self.weight = None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype, in `out` if given."""
-        assert self._kernel is not None, "finalize() was not called"
-        return self._kernel(x, out)
+        assert self.kernel is not None, "finalize() was not called"
+        return self.kernel(x, out)
 
 
 def plain(function: PlainFunction, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
@@ -92,7 +93,7 @@ def cublas_linear(
 
 
 class TiledLinear:
-    """CPU: cover the rows with calls of fixed sizes that were seen to agree in every bit.
+    """CPU, by torch: cover the rows with calls of fixed sizes that were seen to agree in every bit.
 
     Neither MKL (fp32) nor oneDNN (bf16) gives a row the same bits for every number of rows, so the
     plain call will not do (docs/log.md, "CPU linears are not row-invariant").
@@ -118,6 +119,31 @@ class TiledLinear:
         for part, target in zip(torch.split(x, sizes), torch.split(result, sizes), strict=True):
             target.copy_(self._product(part))
         return result[:rows]
+
+
+class NativeLinear:
+    """CPU with our own kernels (kernels/cpu), in which no row knows of another."""
+
+    def __init__(
+        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self._kernels = kernels
+        self._tensors = packed, wide = kernels.pack(weight), None if bias is None else bias.float()
+        pointer = None if wide is None else wide.data_ptr()
+        self.matrix = Matrix(packed.data_ptr(), pointer, *packed.shape)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        assert out is None, "the CPU has no graphs to write for"
+        return self._kernels.linear(x, self.matrix)
+
+
+def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear | TiledLinear:
+    """Our own kernel where there is one for this machine and weight."""
+    kernels = cpu_kernels(weight.dtype)
+    if kernels is None or weight.shape[0] % LANES or weight.shape[1] % DEPTH:
+        return TiledLinear(weight, bias)
+    return NativeLinear(kernels, weight, bias)
 
 
 def cover(rows: int, tiles: tuple[int, ...]) -> list[int]:
@@ -207,7 +233,7 @@ def _agreeing_tiles(product: Product, x: torch.Tensor, candidates: list[int]) ->
 
 
 LINEAR_KERNELS: dict[LinearBackend, Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]] = {
-    "tiled": TiledLinear,
+    "tiled": cpu_linear,
     "cublas": partial(plain, cublas_linear),
     "fixed": partial(plain, fixed_linear),
 }

@@ -22,7 +22,7 @@ from octavo.kernels.triton.experts import (
 from octavo.kernels.triton.grouped_linear import grouped_linear
 from octavo.kernels.triton.linear import TILES
 from octavo.layers.activation import silu_and_mul
-from octavo.layers.linear import Linear, TiledLinear
+from octavo.layers.linear import Linear, cpu_linear
 
 _ROW_MULTIPLE = 8
 """Outputs of the router are padded to it: the GPU's products have no other sizes."""
@@ -82,7 +82,7 @@ class TiledExperts:
         """gate_up: (num_experts, 2 * intermediate_size, hidden_size); down: the other way round."""
         self._config = config
         self._linears = [
-            (TiledLinear(one, None), TiledLinear(other, None))
+            (cpu_linear(one, None), cpu_linear(other, None))
             for one, other in zip(gate_up, down, strict=True)
         ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from octavo.attention.base import AttentionBackend, CommonAttentionMetadata
+from octavo.attention.base import AttentionPlanner, CommonAttentionMetadata
 from octavo.attention.groups import ModelBackend, group_backend
+from octavo.attention.native import NativeAttention
 from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
 from octavo.layers.activation import silu_and_mul
@@ -20,6 +21,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.moe import MixtureOfExperts
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.models.native_stack import NativeStack
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,7 +74,7 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and maybe before another one, on a residual stream."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, backend: AttentionBackend,
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, backend: AttentionPlanner,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -134,6 +136,7 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, device, config.norm_unit_offset)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, hidden, dtype, device, tied)
+        self._stack: NativeStack | None = None
 
     def forward(
         self,
@@ -150,8 +153,11 @@ class DecoderModel(nn.Module):
         steps = self._steps(common, attention)
         x: Tensor = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        for layer, group, kv_cache in zip(self.layers, self._group_of, kv_caches, strict=True):
-            x, residual = layer(x, residual, kv_cache, steps[group])
+        if self._stack is not None:
+            x, residual = self._stack.run(x, kv_caches, steps)
+        else:
+            for layer, group, kv_cache in zip(self.layers, self._group_of, kv_caches, strict=True):
+                x, residual = layer(x, residual, kv_cache, steps[group])
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -182,3 +188,7 @@ class DecoderModel(nn.Module):
                 module.finalize(linear_backend)
             if isinstance(module, Linear):
                 module.finalize(linear_backend)
+        layers = cast(list[DecoderLayer], list(self.layers))
+        backend = layers[0].self_attn.backend
+        if isinstance(backend, NativeAttention):
+            self._stack = NativeStack(self.config, layers, self._group_of, backend.kernels)

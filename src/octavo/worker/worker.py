@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.base import AttentionPlanner
 from octavo.attention.groups import ModelBackend, make_backend
-from octavo.attention.reference import ReferenceAttention
+from octavo.attention.native import make_cpu_attention
 from octavo.attention.triton_paged import TritonAttention
 from octavo.config.engine import Decision, EngineConfig
 from octavo.config.machine import available_memory
@@ -62,9 +62,10 @@ class Worker:
         heads, spec = model.num_heads, model.kv_cache_spec(self._config.cache.block_size)
         limits = scheduler.max_num_seqs, scheduler.max_model_len
 
-        def make(window: int | None) -> AttentionBackend:
+        def make(window: int | None) -> AttentionPlanner:
             if self._config.device == "cpu":
-                return ReferenceAttention(heads, spec, window)
+                dtype = TORCH_DTYPES[model.dtype]
+                return make_cpu_attention(model, dtype, spec.block_size, window)
             return TritonAttention(heads, spec, *limits, self._device, window)
 
         return make_backend(self._config.cache.group_windows, make)

@@ -46,7 +46,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gqa", "head_dim", "wide_group", "biases"])
 def test_chunks_change_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    """Also for widths that fill no vector register (hidden 60) and block sizes 8 and 32."""
+    """Also for widths that fill no vector register (hidden 60) and block sizes 32 and 64."""
     reference(tmp_path, "Llama", **VARIANTS[name])
     check_chunks(tmp_path, dtype)
 

@@ -1,0 +1,124 @@
+"""The CPU's own kernels: C sources compiled on this machine, for it, when they are first wanted.
+
+GCC takes three seconds, and the result stays on disk. Without it, without AVX-512, or where the sources
+do not compile, `cpu_kernels` gives None and the layers use torch instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from octavo import env
+from octavo.config.machine import cpu_flags, cpu_name
+from octavo.kernels.cache import directory, key_of, replace
+from octavo.logging import get_logger
+
+logger = get_logger(__name__)
+
+LANES = 16
+"""Rows of a weight must be a multiple of it, ..."""
+DEPTH = 32
+"""... its columns of this."""
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+_ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
+# OpenMP is compiled for and not linked: torch brings it, and a second runtime would be a second
+# pool of threads. -z now: a function that torch does not bring is missed when the library is loaded.
+_COMPILE = ("-O3", "-march=native", "-std=gnu17", "-Wno-psabi", "-fopenmp", "-fPIC", "-c")
+_LINK = ("-shared", "-Wl,-z,now", "-lm")
+_LIMIT = 120  # seconds for the compiler
+_DIGEST_BYTES = 32
+
+P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class Matrix(ctypes.Structure):
+    """A packed weight (columns, depth), as linear.h has it, and its bias in fp32, or none."""
+
+    _fields_ = [("packed", P), ("bias", P), ("columns", N), ("depth", N)]
+
+
+class CpuKernels:
+    """Kernels on dense CPU tensors of one element type. Their threads are those of torch."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.pack_linear.argtypes = [P, P, N, N, ctypes.c_int]
+        library.run_linear.argtypes = [P, P, P, N, ctypes.c_int]
+        library.run_layers.argtypes = [P, P, P, P, N, N, P, P, P, P]
+        self.has_amx = bool(library.start_linear())
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: (out_features, in_features) -> the same numbers, ordered for `linear`."""
+        weight, packed = weight.contiguous(), torch.empty(weight.shape, dtype=weight.dtype)
+        pointers = packed.data_ptr(), weight.data_ptr()
+        self._library.pack_linear(*pointers, *weight.shape, torch.get_num_threads())
+        return packed
+
+    def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        """x: (rows, in_features) -> (rows, out_features), same dtype."""
+        x, out = x.contiguous(), x.new_empty(x.shape[0], matrix.columns)
+        operands = out.data_ptr(), x.data_ptr(), ctypes.addressof(matrix)
+        self._library.run_linear(*operands, x.shape[0], torch.get_num_threads())
+        return out
+
+    def run_layers(self, *arguments: object) -> None:
+        """A stack of layers; `models.native_stack` makes the structures of stack.c."""
+        if not self._library.run_layers(*arguments):
+            raise MemoryError("no memory for the scratch of attention")
+
+
+@cache
+def cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
+    """The kernels for tensors of this type, compiled if need be; None if there are none here."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if not env.cpu_kernels() or dtype not in _ELEMENTS or compiler is None:
+        return None
+    if (
+        "avx512f" not in cpu_flags().split()
+    ):  # on narrower vectors these sources are slower than torch
+        return None
+    try:
+        return CpuKernels(_load(compiler, (*_COMPILE, _ELEMENTS[dtype])))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("no CPU kernels of our own, torch's are slower: %s", error)
+        return None
+
+
+def _load(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The compiled library, from disk if it is there whole: its last bytes are its own digest."""
+    version = subprocess.check_output([compiler, "--version"], text=True, timeout=_LIMIT)
+    # -march=native is this machine's; a home directory may be shared by several kinds.
+    version += platform.machine() + cpu_name() + cpu_flags()
+    source = "".join(path.read_text() for path in _SOURCES)
+    path = directory() / f"{key_of(source, (*flags, *_LINK), version)}.so"
+    try:
+        data = path.read_bytes()
+        if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]:
+            return ctypes.CDLL(str(path))
+    except OSError:  # not there, or in a file system that runs nothing
+        pass
+    with tempfile.TemporaryDirectory() as folder:
+        made = _compile(compiler, flags, Path(folder))
+        data = made.read_bytes()
+        replace(path, data + hashlib.sha256(data).digest())
+        return ctypes.CDLL(str(made))  # its file may go when it is loaded
+
+
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path) -> Path:
+    """Make the library in the folder. Raises OSError with what the compiler says."""
+    made, library = str(folder / "kernels.o"), folder / "kernels.so"
+    stack = str(Path(__file__).with_name("stack.c"))
+    for command in ([*flags, stack, "-o", made], [made, *_LINK, "-o", str(library)]):
+        done = subprocess.run([compiler, *command], capture_output=True, text=True, timeout=_LIMIT)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()[:500]}")
+    return library
