@@ -9,11 +9,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+import timeit
 from typing import Any
 
 import numpy as np
+import torch
 
 from octavo.bench.datasets import check_produced, random_prompts
+from octavo.config.step_cost import step_operations
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -75,6 +78,21 @@ def run_throughput(
         "requests_per_s": len(input_lens) / elapsed,
         "total_tokens_per_s": (sum(input_lens) + produced) / elapsed,
         "output_tokens_per_s": produced / elapsed,
+    }
+
+
+def memory_ceiling(llm: LLM, num_bytes: int = 1 << 28, repeats: int = 5) -> dict[str, float]:
+    """What a CPU's memory allows at one request: each decoded token needs the weights once.
+
+    Reading is measured: the best of `repeats` sums of num_bytes by torch's threads.
+    """
+    numbers = torch.ones(num_bytes // 8, dtype=torch.int64)
+    speed = num_bytes / min(timeit.repeat(numbers.sum, number=1, repeat=repeats))
+    weights = sum(one.weight_bytes for one in step_operations(llm.engine.config.model, [(1, 1)], 1))
+    return {
+        "read_bytes_per_s": speed,
+        "weight_bytes": weights,
+        "ceiling_steps_per_s": speed / weights,
     }
 
 

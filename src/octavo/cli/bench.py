@@ -122,6 +122,12 @@ def measure_throughput(
         f"{result['total_tokens_per_s']:.2f} total tokens/s, "
         f"{result['output_tokens_per_s']:.2f} output tokens/s"
     )
+    if llm.engine.config.device == "cpu":
+        result |= offline.memory_ceiling(llm)
+        print(
+            f"Memory roofline: {result['weight_bytes'] / 1e6:.0f} MB of weights a step at "
+            f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s, {result['ceiling_steps_per_s']:.1f} steps/s"
+        )
     return result
 
 

@@ -127,10 +127,10 @@ class NativeLinear:
     def __init__(
         self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        self._kernels = kernels
-        self._tensors = packed, wide = kernels.pack(weight), None if bias is None else bias.float()
+        packed, wide = kernels.pack(weight), None if bias is None else bias.float()
         pointer = None if wide is None else wide.data_ptr()
         self.matrix = Matrix(packed.data_ptr(), pointer, *packed.shape)
+        self._kernels, self._alive = kernels, (packed, wide)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""

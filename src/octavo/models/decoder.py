@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +188,7 @@ class DecoderModel(nn.Module):
                 module.finalize(linear_backend)
             if isinstance(module, Linear):
                 module.finalize(linear_backend)
-        layers = cast(list[DecoderLayer], list(self.layers))
+        layers: list[Any] = list(self.layers)
         backend = layers[0].self_attn.backend
         if isinstance(backend, NativeAttention):
             self._stack = NativeStack(self.config, layers, self._group_of, backend.kernels)

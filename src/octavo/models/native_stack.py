@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from octavo.attention.native import NativeAttention
 from octavo.config.model import ModelConfig
 from octavo.kernels.cpu.native import CpuKernels, F, Matrix, N, P
 from octavo.layers.attention import StepContext
 from octavo.layers.linear import Linear, NativeLinear
 from octavo.layers.moe import MixtureOfExperts
 from octavo.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from octavo.models.decoder import DecoderLayer
 
 
 def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -56,12 +52,9 @@ class NativeStack:
     """Finalized layers as C structures. Keeps them alive."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layers: Sequence[DecoderLayer],
-        group_of: Sequence[int],
-        kernels: CpuKernels,
+        self, config: ModelConfig, layers: list[Any], group_of: list[int], kernels: CpuKernels
     ) -> None:
+        """layers: `DecoderLayer`s whose backends are NativeAttention; group_of: each one's KV group."""
         self._config, self._kernels, self._layers = config, kernels, layers
         described = [_describe(layer, group) for layer, group in zip(layers, group_of, strict=True)]
         self._described = (_Layer * len(layers))(*described)
@@ -107,18 +100,17 @@ class NativeStack:
         return x, embedded
 
 
-def _describe(layer: DecoderLayer, group: int) -> _Layer:
+def _describe(layer: Any, group: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    assert isinstance(attention.backend, NativeAttention)
     norms = (
         *(layer.input_layernorm, layer.attention_out_norm),
         *(layer.post_attention_layernorm, layer.mlp_out_norm, attention.q_norm, attention.k_norm),
     )
     products = [_matrix(attention.qkv_proj), _matrix(attention.o_proj)]
-    if isinstance(mlp, MixtureOfExperts):
-        products += [Matrix(), Matrix()]
-    else:
+    if not isinstance(mlp, MixtureOfExperts):  # else the last two have no weights
         products += [_matrix(mlp.gate_up_proj), _matrix(mlp.down_proj)]
+    else:
+        products += [Matrix(), Matrix()]
     return _Layer(*map(_weight, norms), *products, attention.backend.window, group)
 
 

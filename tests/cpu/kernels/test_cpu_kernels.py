@@ -196,10 +196,11 @@ def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_without_a_compiler_torch_serves(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert chosen(tmp_path) is ReferenceAttention
+    assert "No such file or directory: 'gcc'" in caplog.text
     assert not fresh.exists()
 
 

@@ -1,6 +1,6 @@
 """The CPU's own kernels: C sources compiled on this machine, for it, when they are first wanted.
 
-GCC takes three seconds, and the result stays on disk. Without it, without AVX-512, or where the sources
+GCC takes three seconds, and the result stays on disk. Without GCC, without AVX-512, or where the sources
 do not compile, `cpu_kernels` gives None and the layers use torch instead.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import platform
-import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -30,6 +28,7 @@ DEPTH = 32
 """... its columns of this."""
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
+_COMPILER = "gcc"
 # OpenMP is compiled for and not linked: torch brings it, and a second runtime would be a second
 # pool of threads. -z now: a function that torch does not bring is missed when the library is loaded.
 _COMPILE = ("-O3", "-march=native", "-std=gnu17", "-Wno-psabi", "-fopenmp", "-fPIC", "-c")
@@ -79,25 +78,21 @@ class CpuKernels:
 @cache
 def cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
     """The kernels for tensors of this type, compiled if need be; None if there are none here."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if not env.cpu_kernels() or dtype not in _ELEMENTS or compiler is None:
-        return None
-    if (
-        "avx512f" not in cpu_flags().split()
-    ):  # on narrower vectors these sources are slower than torch
+    # On narrower vectors than AVX-512's these sources are slower than torch.
+    if not env.cpu_kernels() or dtype not in _ELEMENTS or "avx512f" not in cpu_flags().split():
         return None
     try:
-        return CpuKernels(_load(compiler, (*_COMPILE, _ELEMENTS[dtype])))
+        return CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no CPU kernels of our own, torch's are slower: %s", error)
         return None
 
 
-def _load(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
     """The compiled library, from disk if it is there whole: its last bytes are its own digest."""
-    version = subprocess.check_output([compiler, "--version"], text=True, timeout=_LIMIT)
+    version = subprocess.check_output([_COMPILER, "--version"], text=True, timeout=_LIMIT)
     # -march=native is this machine's; a home directory may be shared by several kinds.
-    version += platform.machine() + cpu_name() + cpu_flags()
+    version += cpu_name() + cpu_flags()
     source = "".join(path.read_text() for path in _SOURCES)
     path = directory() / f"{key_of(source, (*flags, *_LINK), version)}.so"
     try:
@@ -107,18 +102,18 @@ def _load(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     except OSError:  # not there, or in a file system that runs nothing
         pass
     with tempfile.TemporaryDirectory() as folder:
-        made = _compile(compiler, flags, Path(folder))
+        made = _compile(flags, Path(folder))
         data = made.read_bytes()
         replace(path, data + hashlib.sha256(data).digest())
         return ctypes.CDLL(str(made))  # its file may go when it is loaded
 
 
-def _compile(compiler: str, flags: tuple[str, ...], folder: Path) -> Path:
+def _compile(flags: tuple[str, ...], folder: Path) -> Path:
     """Make the library in the folder. Raises OSError with what the compiler says."""
     made, library = str(folder / "kernels.o"), folder / "kernels.so"
     stack = str(Path(__file__).with_name("stack.c"))
     for command in ([*flags, stack, "-o", made], [made, *_LINK, "-o", str(library)]):
-        done = subprocess.run([compiler, *command], capture_output=True, text=True, timeout=_LIMIT)
+        done = subprocess.run([_COMPILER, *command], capture_output=True, text=True, timeout=_LIMIT)
         if done.returncode:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()[:500]}")
     return library
