@@ -27,7 +27,7 @@ def test_list_names_every_rung(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     for one in RUNGS:
         assert f"{one.name} " in out
-        assert one.idea in out
+        assert one.header["Idea"] in out
 
 
 @pytest.mark.parametrize("action", ["bench", "device"])
