@@ -1,4 +1,5 @@
-"""What a model is, as numbers: the only place that reads Hugging Face configs and GGUF metadata.
+"""What a model is, as numbers: the only place that reads Hugging Face configs, or what is
+said in their words.
 
 Everything the other layers know about an architecture comes from a `ModelConfig`; a key that is
 missing, malformed or asks for something we do not build is refused here, by name.
@@ -6,8 +7,7 @@ missing, malformed or asks for something we do not build is refused here, by nam
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 from octavo.config import gemma
 from octavo.config.encoder import ENCODERS, EncoderConfig, read_encoder
 from octavo.config.fields import FieldReader, token_ids
-from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.config.moe import MOE_ARCHITECTURES, MoEConfig, read_moe
 from octavo.config.rope import RopeConfig, read_rope
@@ -155,31 +154,6 @@ class ModelConfig:
             moe=read_moe(read, architecture, num_layers),
             **family,
         )
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        tensor_types: Mapping[str, str],
-        path: Path,
-        load_format: LoadFormat = "gguf",
-        dtype: str = "auto",
-        frequency_divisors: Sequence[float] = (),
-    ) -> ModelConfig:
-        """Read the metadata of a GGUF file by way of the same checks as `from_hf`.
-
-        `tensor_types`: tensor name -> GGML type name ("Q4_1"); it decides tied embeddings and dtype
-        auto (quantised: bfloat16). `frequency_divisors`: content of rope_freqs.weight, if any.
-        """
-        hf = hf_from_gguf(metadata, tensor_types, path)
-        config = cls.from_hf(hf, path, load_format, dtype)
-        divisors = tuple(float(value) for value in frequency_divisors)
-        if divisors and len(divisors) != config.head_dim // 2:
-            raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
-        if not all(0 < value < math.inf for value in divisors):
-            raise ModelLoadError(f"{path}: rope_freqs.weight: not all positive and finite")
-        rope = replace(config.rope, frequency_divisors=divisors or config.rope.frequency_divisors)
-        return replace(config, rope=rope)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
