@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
 
 from octavo import __version__, env
 from octavo.errors import OctavoError
@@ -28,11 +30,38 @@ VERBS = {
 }
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Ctrl-C at the program. While one is on its way, another cannot break into what it ends."""
+
+    latest: ClassVar[Callable[[], object]] = lambda: None
+
+    def __init__(self) -> None:
+        type(self).latest = weakref.ref(self)
+
+
 class _Parser(argparse.ArgumentParser):
-    """One line for a bad command line, instead of the whole usage."""
+    """One line for a bad command line, instead of the whole usage. Options are written out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"octavo: error: {message} (options: {self.prog} --help)\n")
+
+
+def program() -> int:
+    """`main` as a process of its own, which Ctrl-C ends once and without noise."""
+
+    def interrupt(*_: object) -> None:
+        if _Interrupt.latest() is None:
+            raise _Interrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell had it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        return main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if isinstance(error, _Interrupt):  # here, before destructors run
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
     except BrokenPipeError:
         _drop_stdout()
@@ -67,9 +98,14 @@ def _run(arguments: Sequence[str]) -> int:
     verb = importlib.import_module(f"octavo.cli.{name}")
     parser = _Parser(prog=f"octavo {name}", description=VERBS[name])
     verb.add_arguments(parser)
-    # Intermixed: prompts may stand before, between and after options.
-    nested = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
-    args = parser.parse_args(rest) if nested else parser.parse_intermixed_args(rest)
+    kinds = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if not kinds:  # intermixed: prompts may stand before, between and after options
+        args = parser.parse_intermixed_args(rest)
+    else:
+        args, unknown = parser.parse_known_args(rest)
+        if unknown:
+            kind = kinds[0].choices[getattr(args, kinds[0].dest)]
+            kind.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         configure_logging(env.log_level())
         return int(verb.run(args))

@@ -19,7 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.bench.datasets import check_produced
 from octavo.bench.offline import run_throughput
 from octavo.cli import chat as cli_chat
-from octavo.cli import demo, info, main
+from octavo.cli import demo, info, main, program
 from octavo.cli.chat import Session
 from octavo.config.resolve import DeviceFacts
 from octavo.core.scheduler_output import EngineCoreOutput
@@ -320,6 +320,36 @@ def test_ctrl_c_beside_an_answer_ends_a_command_or_a_line(
     assert "printed" not in out
 
 
+def test_a_second_ctrl_c_cannot_break_into_the_end_of_the_program(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    shutdown = LLM.shutdown
+
+    def pressed_again(llm: LLM) -> None:
+        signal.raise_signal(signal.SIGINT)
+        shutdown(llm)
+        ends.append(signal.getsignal(signal.SIGINT))
+
+    first = press(lambda: signal.raise_signal(signal.SIGINT), after=2)
+    monkeypatch.setattr(EngineCore, "step", first)
+    monkeypatch.setattr(LLM, "shutdown", pressed_again)
+    monkeypatch.setattr("sys.argv", ["octavo", "generate", letters, "a", "--ignore-eos", *DUMMY])
+    assert program() == 130
+    assert len(ends) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # till Python has ended
+    assert capsys.readouterr() == ("", "")
+
+
+def test_each_ctrl_c_at_the_program_that_was_handled_makes_way_for_the_next(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["octavo", "chat", letters, *DUMMY])
+    monkeypatch.setattr("sys.stdin", Keys("^C\n^C\n^C\n/exit\n", terminal=True))
+    assert program() == 0
+    assert capsys.readouterr().out.count("\n(Ctrl-D or /exit leaves)\n") == 3
+
+
 def test_interrupted_answer_does_not_show_the_error_of_the_last_one(
     letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,3 +421,22 @@ def test_numbers_without_measure_are_refused_by_name(
 ) -> None:
     assert main(["explain", "demo", "--step", option, "9" * 400]) == 2
     assert f"{option} must be at most 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("bench latency demo --num-iters 1", "octavo bench latency"),
+        ("bench latency demo --input-len x", "octavo bench latency"),
+        ("kernels list --json", "octavo kernels list"),
+        ("kernels", "octavo kernels"),
+        ("info demo --jso", "octavo info"),  # no abbreviations
+        ("bench latency demo --batch 1", "octavo bench latency"),
+    ],
+)
+def test_a_bad_command_line_names_the_help_that_lists_the_options(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert capsys.readouterr().err.endswith(f" (options: {hint} --help)\n")
