@@ -96,7 +96,7 @@ def show_panels(questions: Sequence[str]) -> Iterator[Add]:
         from rich.panel import Panel
         from rich.text import Text
     except ImportError:
-        raise ConfigError("the demo's panels need rich: pip install 'octavo[demo]'") from None
+        raise ConfigError("the demo's panels need rich: pip install -e '.[demo]'") from None
     answers = [""] * len(questions)
     colours = ["cyan"] * len(questions)
 

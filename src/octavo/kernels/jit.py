@@ -137,8 +137,8 @@ def _nvrtc() -> Any:  # cuda.bindings ships no type stubs
         nvrtc.nvrtcVersion()
     except Exception as error:  # ImportError, or the bindings' own "library not found"
         raise KernelError(
-            "the CUDA run-time compiler is missing: install octavo[gpu] "
-            f"(cuda-bindings and nvidia-cuda-nvrtc): {error}"
+            "the CUDA run-time compiler (cuda-bindings and nvidia-cuda-nvrtc) is missing: "
+            f"pip install -e '.[kernels]', or '.[gpu]' ({error})"
         ) from error
     return nvrtc
 

@@ -373,7 +373,7 @@ def test_eos_tokens_are_one_or_several(tmp_path: Path) -> None:
 
 
 def test_sizes_of_smollm2(smollm2_path: Path) -> None:
-    """The numbers of models-notes.md, and FLOPs counted by hand."""
+    """The published numbers, and FLOPs counted by hand."""
     config = load_model_config(EngineArgs(str(smollm2_path)))
     assert config.dtype == "bfloat16"
     assert config.num_parameters() == 134_515_008

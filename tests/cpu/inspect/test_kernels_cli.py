@@ -243,4 +243,4 @@ def test_only_pictures_need_matplotlib(
     assert "FFMA" in page.read_text()
     status, _, err = call(capsys, "report", "--figures", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
-    assert "install octavo[kernels]" in err
+    assert "pip install -e '.[kernels]'" in err

@@ -32,7 +32,7 @@ except ImportError:
 
         def __getitem__(self, grid: Any) -> Any:
             raise ConfigError(
-                f"{self.function.__name__} needs Triton: install octavo[gpu] to run on a GPU"
+                f"{self.function.__name__} needs Triton to run on a GPU: pip install -e '.[gpu]'"
             )
 
     triton = tl = _Absent()
