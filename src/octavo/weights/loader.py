@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -14,7 +15,7 @@ from octavo.errors import ModelLoadError
 from octavo.models import registry
 from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
-from octavo.weights import dummy, gguf, safetensors
+from octavo.weights import gguf, safetensors
 from octavo.weights.safetensors import listed
 from octavo.weights.upload import FileUpload
 
@@ -121,7 +122,7 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
     weight = model.embed_tokens.weight
     if config.load_format == "dummy":
         on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
-        fill(model, targets, dummy.iterate_tensors(targets, seed, *on_gpu), where)
+        fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
         fill(model, targets, gguf.iterate_tensors(gguf.GGUFFile(config.path), config), where)
     elif weight.is_cuda:
@@ -142,6 +143,24 @@ def _stored(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         tied_head = name == "lm_head.weight" and config.tie_word_embeddings
         if not tied_head and not name.endswith(_UNUSED_SUFFIXES):
             yield name, tensor
+
+
+def random_tensors(
+    targets: Mapping[str, WeightTarget],
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights for benchmarks and tests: on one device a tensor depends on its name and the seed only.
+
+    CPU and GPU (and GPUs of different models) have different generators, hence different values. They
+    are in (-1e-3, 1e-3), as vLLM's, and never zeros: data changes a GPU's clock, and zeros hide errors.
+    """
+    for name, target in targets.items():
+        # torch's CPU generator takes 32 bits of the seed, so both go into one hash.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        empty = torch.empty(target.shape, dtype=dtype, device=device)
+        yield name, empty.uniform_(-1e-3, 1e-3, generator=generator)
 
 
 def _copy(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
