@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     Ctrl-C stops an answer. Beside one, it ends the command or the line at a terminal, where a hint
     says how to leave, and the chat where a script is read.
     """
-    params = options.sampling_params(args)
+    options.sampling_params(args)  # refused before the model is loaded
     with LLM(**options.engine_settings(args)) as llm:
+        params = options.sampling_params(args, llm.engine.config.model.sampling_defaults)
         session = Session(llm, params, args.system)
         at_terminal = sys.stdin.isatty()
         if at_terminal:

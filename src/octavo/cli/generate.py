@@ -19,7 +19,7 @@ from octavo.outputs import Logprob, RequestOutput
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     parser.add_argument(
-        "prompts", nargs="*", default=[], metavar="PROMPT", help="none: read them from stdin"
+        "prompts", nargs="*", default=[], metavar="PROMPT", help="none, or -: one a line from stdin"
     )
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user message")
@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 1 if a request ended with an error."""
     prompts = read_prompts(args)
-    params = options.sampling_params(args)
+    options.sampling_params(args)  # refused before the model is loaded
     with LLM(**options.engine_settings(args)) as llm:
+        params = options.sampling_params(args, llm.engine.config.model.sampling_defaults)
         wrapped: Any = prompts
         if args.chat:
             wrapped = llm.render_chat([[{"role": "user", "content": text}] for text in prompts])
@@ -47,12 +48,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
     Raises InvalidRequestError if there are none, ConfigError if they cannot be read as text.
     """
-    prompts, text = list(args.prompts), ""
+    prompts = [one for one in args.prompts if one != "-"]
     if args.file is not None:
-        text = files.read_text("--file", args.file)
-    elif not prompts:
-        text = files.read_all("stdin:", sys.stdin)
-    prompts += [line for line in text.splitlines() if line]
+        prompts += filter(None, files.read_text("--file", args.file).splitlines())
+    if "-" in args.prompts or not (args.prompts or args.file):
+        prompts += filter(None, files.read_all("stdin:", sys.stdin).splitlines())
     if not prompts:
         raise InvalidRequestError("PROMPT", "no prompt in the arguments, --file or stdin")
     return prompts
@@ -62,6 +62,7 @@ def as_text(prompt: str, output: RequestOutput) -> str:
     """Prompt and completions for a person, each followed by its scores if they were asked for."""
     parts = [f"> {prompt}", *score_lines(output.prompt_logprobs)]
     for completion in output.outputs:
+        parts += [f"[{completion.index + 1}]"] if len(output.outputs) > 1 else []
         parts.append(completion.text.strip() if completion.error is None else completion.error)
         parts += score_lines(completion.logprobs)
     return "\n".join(parts) + "\n"

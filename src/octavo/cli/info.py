@@ -70,22 +70,21 @@ def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:
             "experts": f"{moe.num_experts}, {moe.experts_per_token} for each token, "
             f"in {model.num_layers - len(moe.dense_layers)} layers",
         }
-    pooling = {}
+    pooling_or_cache = {"kv_bytes_per_token": f"{model.kv_bytes_per_token():,}"}
     if encoder is not None:
         normalized = "normalized" if encoder.normalize else "not normalized"
-        pooling = {"pooling": f"{encoder.pooling_type}, {normalized}"}
+        pooling_or_cache = {"pooling": f"{encoder.pooling_type}, {normalized}"}
     return {
         "model": str(model.path),
         "architecture": model.architecture,
         "parameters": f"{model.num_parameters():,}",
         **experts,
-        **pooling,
         "weights": f"{model.weight_bytes() / GIB:.2f} GiB as {model.dtype}",
         "layers": f"{model.num_layers} of hidden size {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, head_dim {model.head_dim}",
         "vocabulary": f"{model.vocab_size:,}",
         "context": f"{context:,} tokens",
-        "kv_bytes_per_token": f"{model.kv_bytes_per_token():,}",
+        **pooling_or_cache,
         "flops_per_token": f"{model.flops_per_token(1) / 1e9:.2f} GFLOP at context 1, "
         f"{model.flops_per_token(context) / 1e9:.2f} at {context:,}",
         "machine": f"{facts.name}, {facts.num_threads} threads, "

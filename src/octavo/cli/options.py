@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from octavo.config.engine import MAX_COUNT, EngineArgs
 from octavo.errors import ConfigError, shown
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 # Without "seed": the engine's --seed already fixes every request that has none.
 SAMPLING_FIELDS = (
@@ -70,10 +70,15 @@ def add_sampling_arguments(
     parser.set_defaults(sampling_defaults=defaults)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """SamplingParams out of parsed options. Raises InvalidRequestError naming the field."""
+def sampling_params(
+    args: argparse.Namespace, of_model: Sequence[tuple[str, float]] = ()
+) -> SamplingParams:
+    """SamplingParams out of parsed options, else the model's defaults, else the verb's.
+
+    Raises InvalidRequestError naming the field.
+    """
     given = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
-    return SamplingParams(**{**args.sampling_defaults, **given})
+    return SamplingParams(**{**args.sampling_defaults, **dict(of_model), **given})
 
 
 def _add_fields(
@@ -84,6 +89,8 @@ def _add_fields(
     defaults = {field.name: field.default for field in dataclasses.fields(owner)} | defaults
     for name in names:
         shown = "" if defaults[name] is None else f" [{defaults[name]}]"
+        if owner is SamplingParams and name in MODEL_DEFAULTS:
+            shown = f" [the model's, else {defaults[name]}]"
         options: dict[str, Any] = {"help": (docs.get(name, "") + shown).replace("%", "%%").strip()}
         kinds = get_args(hints[name]) or (hints[name],)
         if bool in kinds:

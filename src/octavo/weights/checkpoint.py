@@ -9,12 +9,9 @@ from octavo.config.engine import EngineArgs
 from octavo.config.fields import token_ids
 from octavo.config.model import LoadFormat, ModelConfig
 from octavo.errors import ConfigError, InvalidRequestError, ModelLoadError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MODEL_DEFAULTS, SamplingParams
 from octavo.weights import gguf, hub, safetensors
 from octavo.weights.sentence_transformers import with_pooling
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that become defaults of requests, as in vLLM."""
 
 
 def load_model_config(args: EngineArgs) -> ModelConfig:
@@ -57,7 +54,7 @@ def _with_generation_config(config: ModelConfig, folder: Path, sampling: bool) -
     path = folder / "generation_config.json"
     content = safetensors.read_json(path) if path.exists() else {}
     ids = token_ids(content.get("eos_token_id"), f"{path}: eos_token_id", config.vocab_size)
-    named = SAMPLING if sampling else ()
+    named = MODEL_DEFAULTS if sampling else ()
     found = {name: content[name] for name in named if content.get(name) is not None}
     if sampling and content.get("do_sample") is False:
         penalty = {name: value for name, value in found.items() if name == "repetition_penalty"}

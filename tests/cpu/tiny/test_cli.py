@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,45 @@ def test_generate_prints_scores_that_were_asked_for(
     assert [line.split()[-1] for line in lines[1:3]] == ["'b'", "'c'"]
     assert all(line.startswith("    -") for line in lines[1:3])
     assert sum(" | " in line for line in lines) == 3
+
+
+def test_a_dash_is_stdin(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("cd\n\nef\n"))
+    status, out, _ = octavo(capsys, "generate", letters, "-", "ab", "--max-tokens", "1", *DUMMY)
+    assert status == 0
+    assert [line for line in out.splitlines() if line[:1] == ">"] == ["> ab", "> cd", "> ef"]
+
+
+def test_several_completions_are_numbered(letters: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for n, numbers in ((1, []), (2, ["[1]", "[2]"])):
+        asked = ["--n", str(n), "--max-tokens", "3", "--temperature", "0", "--ignore-eos", *DUMMY]
+        status, out, _ = octavo(capsys, "generate", letters, "abc", *asked)
+        assert status == 0
+        assert [line for line in out.splitlines() if line[:1] == "["] == numbers
+
+
+def test_options_that_are_not_given_are_the_models(
+    letters: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As docs/architecture.md says, "Defaults of requests"."""
+    folder = str(shutil.copytree(letters, tmp_path / "model"))
+    Path(folder, "generation_config.json").write_text('{"do_sample": false}')
+    asked = ["generate", folder, "abc", "--max-tokens", "8", "--ignore-eos", "--json", *DUMMY]
+    tokens = []
+    for more in (["--temperature", "0"], [], ["--temperature", "1"]):
+        status, out, _ = octavo(capsys, *asked, *more)
+        assert status == 0
+        tokens.append(json.loads(out)["outputs"][0]["token_ids"])
+    assert tokens[0] == tokens[1] != tokens[2]
+    for more, temperature in (([], "0.0"), (["--temperature", "0.5"], "0.5")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("/params\n"))
+        _, out, _ = octavo(capsys, "chat", folder, *more, *DUMMY)
+        assert f"  temperature = {temperature}\n" in out
 
 
 def test_stdin_that_is_not_text_is_one_line(
@@ -403,14 +443,17 @@ def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "shown"),
-    [("chat", ["[0.7]", "[0.95]", "[1024]"]), ("generate", ["[128]", "[1.0]"])],
+    [
+        ("chat", ["[the model's, else 0.7]", "[the model's, else 0.95]", "[1024]"]),
+        ("generate", ["[128]", "[the model's, else 1.0]", "[0.0]"]),
+    ],
 )
 def test_help_shows_the_defaults_of_its_verb(
     verb: str, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([verb, "--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert all(default in text for default in shown)
     assert "[16]" not in text.split("engine settings")[0]
 
