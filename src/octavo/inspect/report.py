@@ -42,7 +42,7 @@ def render_report(
         title=f"The matmul ladder on {gpu}",
         gpu=gpu,
         run=run,
-        levels=report_data.level_rows(device) if device else None,
+        found=device,
         power=report_data.power_lines(device) if device else None,
         access=figures.access_figure(device) if device else None,
         ladders={d: [_chart(run, group) for group in groups] for d, groups in present.items()},
