@@ -11,11 +11,12 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import ModelLoadError, shown
+from octavo.config.fields import FieldReader
+from octavo.errors import ModelLoadError, OctavoError, shown
 
 _T = TypeVar("_T")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
@@ -26,52 +27,45 @@ SUPPORTED_PRE = tuple(_PRE)
 _ELSE = "Give a folder with the model's tokenizer.json as `tokenizer`."
 
 
-class _Metadata(NamedTuple):
+class _Metadata(FieldReader):
     """`tokenizer.ggml.*` of a file; every complaint names the file and the key."""
 
-    values: Mapping[str, Any]
-    source: str
+    def error(self, key: str, text: str) -> OctavoError:
+        return ModelLoadError(f"{self.where}: tokenizer.ggml.{key}: {text}")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.values.get(f"tokenizer.ggml.{name}", default)
-
-    def error(self, name: str, text: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.source}: tokenizer.ggml.{name}{text}")
-
-    def texts(self, name: str) -> list[str]:
-        values = self.get(name)
-        if values is None:
-            raise ModelLoadError(f"{self.source}: no tokenizer.ggml.{name} in the metadata")
+    def texts(self, key: str) -> list[str]:
+        values = self.get(key)
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise self.error(name, f": {shown(values)} is not a list of texts")
+            raise self.error(key, f"{shown(values)} is not a list of texts")
         return values
 
-    def one_each(self, name: str, number: int) -> list[Any]:
+    def one_each(self, key: str, number: int) -> list[Any]:
         """A list of so many values; empty if it is not there."""
-        values = self.get(name) or []
+        values = self.get(key, [])
         if not isinstance(values, list) or len(values) not in (0, number):
-            text = f": {shown(values)} is not one number for each of {number} tokens"
-            raise self.error(name, text)
+            text = f"{shown(values)} is not one number for each of {number} tokens"
+            raise self.error(key, text)
         return values
 
-    def bpe(self, name: str, **given: Any) -> Tokenizer:
-        """A tokenizer of this model; `name` is the key to blame."""
-        where = f"{self.source}: tokenizer.ggml.{name}"
+    def bpe(self, key: str, **given: Any) -> Tokenizer:
+        """A tokenizer of this model; `key` is the one to blame."""
+        where = f"{self.where}: tokenizer.ggml.{key}"
         return call_library(where, lambda: Tokenizer(models.BPE(**given)))
 
 
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by `tokenizer.ggml.*`; `source` names the file in errors."""
-    meta = _Metadata(metadata, source)
-    kind = meta.get("model")
+    prefix = "tokenizer.ggml."
+    meta = _Metadata({key.removeprefix(prefix): value for key, value in metadata.items()}, source)
+    kind = meta.config.get("model")
     if kind not in ("gpt2", "llama"):
         text = "(supported: 'gpt2', a byte-level BPE, and 'llama', SentencePiece)"
-        raise meta.error("model", f" {shown(kind)} is not supported {text}. {_ELSE}")
+        raise meta.error("model", f"{shown(kind)} is not supported {text}. {_ELSE}")
     tokens = meta.texts("tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     for i, token in enumerate(tokens):
         if vocab[token] != i:
-            text = f": {shown(token)} is there twice, as {i} and {vocab[token]}"
+            text = f"{shown(token)} is there twice, as {i} and {vocab[token]}"
             raise meta.error("tokens", text)
     types = meta.one_each("token_type", len(tokens)) or [_NORMAL] * len(tokens)
     if kind == "llama":
@@ -86,23 +80,22 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 def starts_with_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether texts start with BOS where the file does not say, as in llama.cpp."""
-    meta = _Metadata(metadata, "")
-    pre = meta.get("pre", "default")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
     family = _PRE.get(pre, {}) if isinstance(pre, str) else {}
-    return meta.get("model") == "llama" or bool(family.get("whole_words"))
+    return metadata.get("tokenizer.ggml.model") == "llama" or bool(family.get("whole_words"))
 
 
 def _byte_level(meta: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     pre = meta.get("pre", "default")
     if not isinstance(pre, str) or pre not in _PRE:
         supported = f"(supported: {', '.join(SUPPORTED_PRE)})"
-        raise meta.error("pre", f" {shown(pre)} is not supported {supported}. {_ELSE}")
+        raise meta.error("pre", f"{shown(pre)} is not supported {supported}. {_ELSE}")
     family = _PRE[pre]
     merges: list[tuple[str, str]] = []
     for merge in meta.texts("merges"):
         left, space, right = merge.partition(" ")
         if not space:
-            raise meta.error("merges", f": {shown(merge)} is no pair")
+            raise meta.error("merges", f"{shown(merge)} is no pair")
         merges.append((left, right))
     whole_words = family.get("whole_words", False)
     tokenizer = meta.bpe("merges", vocab=vocab, merges=merges, ignore_merges=whole_words)
@@ -120,13 +113,12 @@ def _sentencepiece(meta: _Metadata, vocab: dict[str, int], types: Sequence[Any])
     """SentencePiece's BPE: two neighbours merge where their sum is a piece, the best score first."""
     scores = meta.one_each("scores", len(vocab))
     if not scores or not all(isinstance(one, float) and math.isfinite(one) for one in scores):
-        text = f": {shown(scores)} is not one finite number for each of {len(vocab)} tokens"
+        text = f"{shown(scores)} is not one finite number for each of {len(vocab)} tokens"
         raise meta.error("scores", text)
     pieces = [token for token, i in vocab.items() if types[i] == _NORMAL and len(token) > 1]
     pieces.sort(key=lambda piece: -scores[vocab[piece]])
     merges = [pair for piece in pieces for pair in _splits(piece, vocab)]
-    if not isinstance(prefix := meta.get("add_space_prefix", True), bool):
-        raise meta.error("add_space_prefix", f": {shown(prefix)} is not true or false")
+    prefix = meta.flag("add_space_prefix", True)
     tokenizer = meta.bpe("tokens", vocab=vocab, merges=merges, byte_fallback=True)
     spaces = normalizers.Replace(" ", "▁")
     # As llama.cpp: also after each special token, but a text without letters stays empty.

@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from octavo.config.fields import FieldReader
 from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
 from octavo.errors import InvalidRequestError, ModelLoadError, shown
 from octavo.weights.gguf import GGUFFile
@@ -81,11 +82,11 @@ class Tokenizer:
                 if not is_id or (token := backend.id_to_token(token_id)) is None:
                     raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
-        key = "tokenizer.chat_template"
+        key, read = "tokenizer.chat_template", FieldReader(meta, str(path), ModelLoadError)
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), starts_with_bos(meta)),
+            add_bos=read.flag("tokenizer.ggml.add_bos_token", starts_with_bos(meta)),
             chat_template=_default_template(meta.get(key), f"{path}: {key}"),
             source=str(path),
         )
@@ -116,7 +117,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(config, "add_bos_token", str(settings_file), False),
+            add_bos=FieldReader(config, str(settings_file), ModelLoadError).flag("add_bos_token"),
             chat_template=_default_template(template, where),
             source=str(folder),
         )
@@ -218,13 +219,6 @@ def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
     if kinds == {"WordPiece"} and (prefix := state.get("prefix")):
         return False, True, str(prefix)
     raise ModelLoadError(f"tokenizer.json: decoder {state or None} is not supported")
-
-
-def _flag(config: Mapping[str, Any], key: str, where: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ModelLoadError(f"{where}: {key}: {shown(value)} is not true or false")
-    return default if value is None else value
 
 
 def _token_text(value: Any, where: str) -> str | None:
