@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -244,7 +244,7 @@ def weights(file: GGUFFile) -> Iterator[Weight]:
 def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
 
-    A few threads dequantise ahead of the caller.
+    A few threads dequantise ahead of the caller: at most _MAX_THREADS + 1 tensors wait.
     """
 
     def read(weight: Weight) -> tuple[str, torch.Tensor]:
@@ -259,17 +259,10 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
             tensor = tensor.float() - 1.0  # the file has what is multiplied by
         return weight.name, tensor.view(weight.shape)
 
-    return _ahead(read, list(weights(file)))
-
-
-def _ahead(
-    read: Callable[[Weight], tuple[str, torch.Tensor]], weights: Sequence[Weight]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """read(weight) of all weights in order; at most _MAX_THREADS + 1 results wait."""
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "gguf") as pool:
         waiting: deque[Future[tuple[str, torch.Tensor]]] = deque()
-        for weight in weights:
+        for weight in weights(file):
             waiting.append(pool.submit(read, weight))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
