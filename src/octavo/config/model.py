@@ -175,29 +175,22 @@ class ModelConfig:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
-    def num_norm_parameters(self) -> int:
-        """Of one decoder layer: the norms of the hidden states, and those of q and k if any."""
-        if self.encoder is not None:
-            return 4 * self.hidden_size  # theirs have biases
-        return (2 + 2 * self.post_norms) * self.hidden_size + self.qk_norm * 2 * self.head_dim
-
-    def num_layer_parameters(self) -> int:
-        """Parameters of one decoder layer but for its MLP: q, k, v, o, biases and norms."""
+    def num_layer_parameters(self, active: bool = False) -> tuple[int, int]:
+        """Of all layers, in linears (biases included) and in norms; `active`: those a token meets."""
+        hidden, inner, layers = self.hidden_size, self.intermediate_size, self.num_layers
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * kv)
-        biases = self.attention_bias * (query + 2 * kv) + self.attention_out_bias * self.hidden_size
-        return attention + biases + self.num_norm_parameters()
-
-    def num_mlp_parameters(self, active: bool = False) -> int:
-        """Parameters of the MLPs of all layers; `active`: those that one token meets."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        inputs = 2 if self.encoder is None else 1  # matrices that x meets: gate and up
-        dense = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
-        if self.moe is None:
-            return self.num_layers * dense
-        num_dense = len(self.moe.dense_layers)
-        sparse = self.moe.num_parameters(hidden, active)
-        return num_dense * dense + (self.num_layers - num_dense) * sparse
+        attention = 2 * hidden * (query + kv)
+        attention += self.attention_bias * (query + 2 * kv) + self.attention_out_bias * hidden
+        inputs = 2  # matrices that x meets in an MLP: gate and up
+        norms = (2 + 2 * self.post_norms) * hidden + self.qk_norm * 2 * self.head_dim
+        if self.encoder is not None:
+            inputs, norms = 1, 4 * hidden  # its norms have biases
+        mlp = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
+        linears = layers * (attention + mlp)
+        if self.moe is not None:
+            num_sparse = layers - len(self.moe.dense_layers)
+            linears += num_sparse * (self.moe.num_parameters(hidden, active) - mlp)
+        return linears, layers * norms
 
     def num_parameters(self, active: bool = False) -> int:
         """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it.
@@ -206,7 +199,7 @@ class ModelConfig:
         """
         vocab = self.vocab_size * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
-        layers = self.num_layers * self.num_layer_parameters() + self.num_mlp_parameters(active)
+        layers = sum(self.num_layer_parameters(active))
         if self.encoder is not None:  # tables of positions and token types, and a norm with a bias
             tables = self.encoder.num_positions + self.encoder.num_token_types
             return layers + vocab + (tables + 2) * self.hidden_size
@@ -230,8 +223,7 @@ class ModelConfig:
         Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
         keys = sum(min(context, self.window(one) or context) for one in range(self.num_layers))
-        matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
-        matrices += self.num_mlp_parameters(active=True)
+        matrices, _ = self.num_layer_parameters(active=True)
         logits = self.vocab_size * self.hidden_size if self.encoder is None else 0
         attention = 4 * self.num_heads * self.head_dim * keys
         return 2 * (matrices + logits) + attention
