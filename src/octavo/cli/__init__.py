@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from octavo import __version__, env
+from octavo.bench.report import columns
 from octavo.errors import OctavoError
 from octavo.logging import configure_logging
 
@@ -81,17 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, _Interrupt):  # here, before destructors run
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
-    except BrokenPipeError:
-        _drop_stdout()
-        return 141
-    except (OSError, UnicodeError) as error:  # a full disk, a terminal that cannot show the text
-        _drop_stdout()
+    except (OctavoError, OSError, UnicodeError) as error:
+        if not isinstance(error, OctavoError):  # a full disk, a terminal that cannot show the text
+            # The rest of stdout goes nowhere; else Python complains when it flushes it at exit.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         print(f"octavo: error: {error}", file=sys.stderr)
         return 2
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """`main` but for a closed stdout."""
+    """`main` but for errors."""
     if not arguments or arguments[0] not in VERBS:
         return _without_verb(arguments)
     name, rest = arguments[0], arguments[1:]
@@ -99,27 +102,12 @@ def _run(arguments: Sequence[str]) -> int:
     parser = _Parser(prog=f"octavo {name}", description=VERBS[name])
     verb.add_arguments(parser)
     kinds = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
-    if not kinds:  # intermixed: prompts may stand before, between and after options
-        args = parser.parse_intermixed_args(rest)
-    else:
-        args, unknown = parser.parse_known_args(rest)
-        if unknown:
-            kind = kinds[0].choices[getattr(args, kinds[0].dest)]
-            kind.error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        configure_logging(env.log_level())
-        return int(verb.run(args))
-    except OctavoError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _drop_stdout() -> None:
-    """Send the rest of stdout nowhere; else Python complains when it flushes it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError, ValueError):  # stdout may have no descriptor of its own
-        os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    if kinds and rest and rest[0] in kinds[0].choices:
+        parser.prog += f" {rest[0]}"  # whose help has the options
+    # Intermixed: prompts may stand before, between and after options.
+    args = parser.parse_args(rest) if kinds else parser.parse_intermixed_args(rest)
+    configure_logging(env.log_level())
+    return int(verb.run(args))
 
 
 def _without_verb(arguments: Sequence[str]) -> int:
@@ -127,10 +115,8 @@ def _without_verb(arguments: Sequence[str]) -> int:
     if arguments == ["--version"]:
         print(f"octavo {__version__}")
         return 0
-    width = max(map(len, VERBS))
     print("usage: octavo VERB ...\n")
-    for name, summary in VERBS.items():
-        print(f"  {name:<{width}}  {summary}")
+    print(columns([(f"  {name}", summary) for name, summary in VERBS.items()]))
     print("\n`octavo VERB --help` lists the options of a verb.")
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f"octavo: error: no verb {arguments[0]!r}", file=sys.stderr)

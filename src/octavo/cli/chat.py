@@ -82,9 +82,8 @@ class Session:
 
     def _start(self, system: str | None) -> None:
         self._system = system
-        self.messages: list[dict[str, str]] = []
-        if system is not None:
-            self.messages = [{"role": "system", "content": system}]
+        said = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = said
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> dict[str, str]:
-    """The KV cache that would fit beside the weights, or why this machine has no room.
-
-    Nothing for an embedding model, which has none.
+    """The KV cache that would fit beside the weights, if it has one, or why there is no room.
 
     Raises ConfigError for settings that work on no machine.
     """

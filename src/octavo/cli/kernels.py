@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
     fit.add_argument("--threads", type=positive)
     fit.add_argument("--registers", type=positive, help="a thread")
-    fit.add_argument("--smem", type=not_negative, help="bytes a CTA")
+    fit.add_argument("--smem", type=partial(positive, least=0), help="bytes a CTA")
     page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
     page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
@@ -76,10 +76,6 @@ def positive(text: str, least: int = 1) -> int:
     if not least <= (value := int(text)) <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be from {least} to {MAX_COUNT}")
     return value
-
-
-def not_negative(text: str) -> int:
-    return positive(text, least=0)
 
 
 def run_list(args: argparse.Namespace) -> int:

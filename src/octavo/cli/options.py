@@ -9,7 +9,7 @@ import errno
 import inspect
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -28,9 +28,8 @@ SAMPLING_FIELDS = (
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """The positional MODEL."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a .gguf file, a Hugging Face id, or 'demo'"
-    )
+    text = "a folder, a .gguf file, a Hugging Face id, or 'demo'"
+    parser.add_argument("model", metavar="MODEL", help=text)
 
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
@@ -57,8 +56,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for LLM out of parsed options: those the user gave, and the model."""
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    return {name: value for name, value in vars(args).items() if name in names}
+    known = EngineArgs.__dataclass_fields__
+    return {name: value for name, value in vars(args).items() if name in known}
 
 
 def add_sampling_arguments(
@@ -70,13 +69,8 @@ def add_sampling_arguments(
     parser.set_defaults(sampling_defaults=defaults)
 
 
-def sampling_params(
-    args: argparse.Namespace, of_model: Sequence[tuple[str, float]] = ()
-) -> SamplingParams:
-    """SamplingParams out of parsed options, else the model's defaults, else the verb's.
-
-    Raises InvalidRequestError naming the field.
-    """
+def sampling_params(args: argparse.Namespace, of_model: Iterable[Any] = ()) -> SamplingParams:
+    """The options given, else the model's defaults, else the verb's. Raises InvalidRequestError."""
     given = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     return SamplingParams(**{**args.sampling_defaults, **dict(of_model), **given})
 

@@ -27,10 +27,6 @@ CPU_POOL_SHARE = 0.5  # of free memory: the rest is for the caller's own program
 GPU_MEMORY_UTILIZATION = 0.92  # as vLLM's
 GPU_HEAD_DIMS = (64, 96, 128, 256)
 GPU_BLOCK_SIZES = (16, 32, 64, 128, 256)
-# What is decided for an embedding model: it has no cache, no scheduler, no sampler and no graphs.
-ENCODER_SETTINGS = (
-    "device", "dtype", "linear_backend", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +111,7 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
         max_logprobs=args.max_logprobs,
         linear_backend=linear_backend,
         enforce_eager=args.enforce_eager,
-        decisions=tuple(
-            one for one in log.decisions if model.encoder is None or one.name in ENCODER_SETTINGS
-        ),
+        decisions=tuple(log.decisions),
     )
 
 
