@@ -93,8 +93,8 @@ def _with_pooling(config: ModelConfig) -> ModelConfig:
         config = replace(config, max_position_embeddings=longest)
     if not safetensors.is_file(modules):
         return config
-    steps = safetensors.parse_json(modules)
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+    steps = safetensors.read_json(modules, list)
+    if not all(isinstance(step, dict) for step in steps):
         raise ModelLoadError(f"{modules}: not a JSON list of objects")
     names = [str(step.get("type")).rpartition(".")[2] for step in steps]
     if names not in _STEPS:
