@@ -175,16 +175,12 @@ def random_tensors(
         yield name, empty.uniform_(-1e-3, 1e-3, generator=generator)
 
 
-def _copy(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
-    place.copy_(tensor)
-
-
 def fill(
     model: torch.nn.Module,
     targets: Mapping[str, WeightTarget],
     tensors: Iterable[tuple[str, torch.Tensor]],
     where: str,
-    copy: Callable[[str, torch.Tensor, torch.Tensor], None] = _copy,
+    copy: Callable[[str, torch.Tensor, torch.Tensor], object] = lambda _, one, to: to.copy_(one),
 ) -> None:
     """Copy each named tensor to its place; see `load_weights`. `where` opens each error.
 
