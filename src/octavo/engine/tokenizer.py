@@ -48,10 +48,10 @@ class Tokenizer:
         """bos_token, eos_token, unk_token, pad_token as text, those that exist."""
         self.chat_template = chat_template
         """Jinja source, or None."""
-        self.bos_token_id = self.token_to_id(self.special_tokens_map.get("bos_token"))
-        self.eos_token_id = self.token_to_id(self.special_tokens_map.get("eos_token"))
-        for name, token_id in (("eos_token", self.eos_token_id), ("bos_token", self.bos_token_id)):
-            if token_id is None and name in self.special_tokens_map and (add_bos or name[0] == "e"):
+        ids = {name: backend.token_to_id(text) for name, text in self.special_tokens_map.items()}
+        self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
+        for name in ("eos_token", "bos_token") if add_bos else ("eos_token",):
+            if name in ids and ids[name] is None:
                 text = shown(self.special_tokens_map[name])
                 raise ModelLoadError(f"{source}: {name} {text} is not in the vocabulary")
         self._add_bos = add_bos and self.bos_token_id is not None
@@ -166,10 +166,6 @@ class Tokenizer:
     def num_special_tokens(self) -> int:
         """Tokens that `encode` adds to a text's own, but for a BOS of `add_bos`."""
         return int(self.backend.num_special_tokens_to_add(False))
-
-    def token_to_id(self, token: str | None) -> int | None:
-        """The id of a vocabulary entry, or None."""
-        return None if token is None else self.backend.token_to_id(token)
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
