@@ -42,4 +42,5 @@ soak: $(VENV)/.dev
 	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest tests/cpu/real
 
 clean:
+	@echo "kept: ~/.cache/octavo-tests, what the tests downloaded"
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/octavo.egg-info

@@ -18,6 +18,8 @@ from octavo.errors import InvalidRequestError, expect, shown
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it says nothing more
 MAX_ITEMS = 2**20
 """Of a list: more than there are tokens in any vocabulary."""
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields whose defaults a model's generation_config.json may set, as in vLLM."""
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
 
 

@@ -15,7 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from octavo.weights.demo_model import SHA256, find_demo_model
+from octavo.weights.hub import DEMO_SHA256, find_demo_model
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def smollm2_path() -> Path:
     path = find_demo_model()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    assert digest == SHA256, f"{path} is not the file that the tests were written for"
+    assert digest == DEMO_SHA256, f"{path} is not the file that the tests were written for"
     return path
 
 

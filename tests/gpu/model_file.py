@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ModelLoadError
-from octavo.weights.demo_model import SHA256, find_demo_model
+from octavo.weights.hub import DEMO_SHA256, find_demo_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = tuple(ROOT / ".carry" / f"smollm2.gguf.{number}" for number in (0, 1))
@@ -32,7 +32,7 @@ def demo_model_path() -> Path:
         path = _joined()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    assert digest == SHA256, f"{path} is not the file that the tests were written for"
+    assert digest == DEMO_SHA256, f"{path} is not the file that the tests were written for"
     return path
 
 

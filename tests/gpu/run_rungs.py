@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from tests.gpu.problems import make_problem
+
 from octavo.bench import correctness
 from octavo.kernels.matmul.registry import rung
 
@@ -14,7 +16,7 @@ def main() -> int:
     bad = 0
     for number in map(int, sys.argv[1:]):
         for shape in SHAPES:
-            problem = correctness.make_problem(rung(number), *shape, seed=0)
+            problem = make_problem(rung(number), *shape, seed=0)
             check = correctness.run_and_compare(rung(number), problem)
             if not check.ok:
                 print(check)

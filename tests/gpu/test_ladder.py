@@ -6,6 +6,7 @@ from ctypes import byref, c_int, c_size_t
 
 import pytest
 import torch
+from tests.gpu.problems import make_problem
 from tests.gpu.ragged import ragged_shapes
 
 from octavo.bench import correctness
@@ -27,14 +28,14 @@ def named(each: Rung) -> str:
 def operands(
     each: Rung, m: int, n: int, k: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem = correctness.make_problem(each, m, n, k, seed)
+    problem = make_problem(each, m, n, k, seed)
     return problem.a, problem.b, problem.out
 
 
 @pytest.mark.parametrize("each", MATMULS, ids=named)
 def test_ragged_shapes(each: Rung) -> None:
     for seed, shape in enumerate(ragged_shapes(each)):
-        problem = correctness.make_problem(each, *shape, seed=seed)
+        problem = make_problem(each, *shape, seed=seed)
         check = correctness.run_and_compare(each, problem)
         assert check.ok, check
 

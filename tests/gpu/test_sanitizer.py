@@ -12,8 +12,7 @@ import pytest
 
 from octavo.kernels.matmul.registry import RUNGS
 
-SCRIPT = Path(__file__).parent / "run_rungs.py"
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
@@ -22,9 +21,11 @@ def test_bf16_rungs_are_clean(tool: str) -> None:
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is not installed")
     numbers = [str(rung.number) for rung in RUNGS if rung.dtype == "bf16"]
-    search = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SOURCE)])
+    search = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])
+    script = [sys.executable, "-m", "tests.gpu.run_rungs", *numbers]
     run = subprocess.run(
-        [sanitizer, f"--tool={tool}", "--error-exitcode=9", sys.executable, str(SCRIPT), *numbers],
+        [sanitizer, f"--tool={tool}", "--error-exitcode=9", *script],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,

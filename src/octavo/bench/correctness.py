@@ -1,8 +1,7 @@
-"""Is a rung right? One problem against a float64 oracle, with every trap that we know of set.
+"""Is a rung right? One problem against a float64 oracle.
 
-Inputs sit in NaN, so a read past an edge shows; the output is poisoned, so an unwritten element
-shows; and guard bytes around and between its rows show a write past an edge. Comparisons are
-written so that NaN fails them.
+The output is poisoned, so an unwritten element shows; and so is what lies around and between its
+rows, where a write past an edge shows. Comparisons are written so that NaN fails them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import torch
 from octavo.kernels import ops
 from octavo.kernels.matmul.registry import Rung
 
-_GUARD_ELEMENTS = 64  # before the first row and after the last one; keeps 128-byte alignment
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A quiet NaN with a payload that no kernel produces.
 _POISON = {torch.bfloat16: (torch.int16, 0x7FD5), torch.float32: (torch.int32, 0x7FD5ABCD)}
 # Rounding to bf16 alone gives an error of 2^-9 / sqrt(3) of the norm; fp32 sums stay far below 1e-5.
@@ -45,7 +42,7 @@ class Check:
 
 @dataclass
 class Problem:
-    """Operands of one multiplication as views into guarded buffers on the current CUDA device."""
+    """Operands of one multiplication on the current CUDA device; `out` is a view into its buffer."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -62,23 +59,6 @@ class Problem:
         outside = self.out_buffer.view(integer) == pattern
         outside.as_strided(self.out.shape, self.out.stride(), self.out.storage_offset()).fill_(True)
         return bool(outside.all())
-
-
-def make_problem(rung: Rung, m: int, n: int, k: int, seed: int, device: str = "cuda") -> Problem:
-    """Fresh normal(0, 1) operands for a rung, in its layout; bf16 rows are longer than they need be."""
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = _TORCH_DTYPES[rung.dtype]
-    is_bf16 = dtype is torch.bfloat16
-
-    def guarded(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        stride = cols + 16 * is_bf16
-        size = rows * stride + 2 * _GUARD_ELEMENTS
-        buffer = torch.full((size,), float("nan"), dtype=dtype, device=device)
-        return buffer.as_strided((rows, cols), (stride, 1), _GUARD_ELEMENTS), buffer
-
-    a = guarded(m, k)[0].normal_(generator=generator)
-    b = guarded(*(n, k) if is_bf16 else (k, n))[0].normal_(generator=generator)
-    return Problem(a, b, *guarded(m, n))
 
 
 def oracle(rung: Rung, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,7 +81,7 @@ def run_throughput(
     }
 
 
-def memory_ceiling(llm: LLM, num_bytes: int = 1 << 28, repeats: int = 5) -> dict[str, float]:
+def memory_ceiling(llm: LLM, num_bytes: int = 1 << 28, repeats: int = 20) -> dict[str, float]:
     """What a CPU's memory allows at one request: each decoded token needs the weights once.
 
     Reading is measured: the best of `repeats` sums of num_bytes by torch's threads.

@@ -10,7 +10,7 @@ from octavo.bench.report import columns
 from octavo.bench.step_trace import Labelled
 from octavo.config.step_cost import Machine, Operation
 from octavo.errors import ConfigError
-from octavo.inspect.page import canvas, style
+from octavo.inspect.page import canvas, render, style
 
 Row = dict[str, Any]
 
@@ -92,22 +92,7 @@ def machine_text(machine: Machine) -> str:
 
 def summary(result: Mapping[str, Any]) -> str:
     """What `bench.step.run_step` found, but for the table."""
-    step, host, found = result["step_us"], result["host_us"], result["profile"]
-    names = ("schedule", "launch", "update", "rest")
-    parts = ", ".join(f"{name} {host[name]:.0f}" for name in names)
-    gap, idle = found["gap_us"], found["idle_us"]
-    text = (
-        f"{result['phase']}, {result['batch_size']} x {result['context']} tokens: {step['median']:.1f} us "
-        f"a step (p10 {step['p10']:.1f}, p90 {step['p90']:.1f}), {result['tokens_per_s']:.0f} tokens/s, "
-        f"{result['ceiling_us'] / step['median']:.2f} of the ceiling\n"
-        f"CPU work a step: {host['work']:.0f} us ({parts}); "
-        f"waiting for the GPU (collect): {host['collect']:.0f} us\n"
-        f"under the profiler: {found['span_us']:.1f} us from first to last kernel, "
-        f"{gap['total']:.1f} of them in gaps ({gap['median']:.2f} each)"
-    )
-    if idle is not None:
-        text += f"\nGPU idle between steps: {idle['median']:.1f} us (p99 {idle['p99']:.1f})"
-    return text
+    return render("step.txt", **result).rstrip("\n")
 
 
 @style()

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,27 +38,9 @@ class Labelled(NamedTuple):
 
 
 _WRITE, _PREPARE, _NORM = "_write_segments", "_prepare", "_rms_norm"
-_OWN_NAME = (
-    "embed", "write_segments", "rope_and_cache", "silu_and_mul", "route", "order_pairs", "combine",
-)  # fmt: skip
-_NAMED = {
-    **{f"_{name}": name for name in _OWN_NAME},
-    _PREPARE: "prepare_step",
-    "_plan": "attention_plan",
-    **dict.fromkeys(("attend_large", "attend_small"), "attention"),
-    **dict.fromkeys(("scan", "draw", "cut", "score", "_count", "_penalize"), "sample"),
-}
-# What a GEMM is, by the operation before it. One that follows itself is a second kernel (split K).
-_GEMM_AFTER = {
-    "input_norm": "qkv_proj",
-    "attention": "o_proj",
-    "post_attention_norm": "gate_up_proj",
-    "silu_and_mul": "down_proj",
-    "order_pairs": "experts_gate_up_proj",
-    "experts_silu_and_mul": "experts_down_proj",
-    "final_norm": "lm_head",
-    "gather_rows": "lm_head",
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_NAMED = {name: operation for operation, names in _TABLE["kernels"].items() for name in names}
+_GEMM_AFTER: dict[str, str] = _TABLE["gemm_after"]
 _GEMM_AFTER |= {name: name for name in set(_GEMM_AFTER.values())}
 _GEMM = re.compile(
     r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_fixed_linear|_grouped_linear", re.IGNORECASE

@@ -9,11 +9,14 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
 
 from octavo import __version__, env
+from octavo.bench.report import columns
 from octavo.errors import OctavoError
 from octavo.logging import configure_logging
 
@@ -28,11 +31,38 @@ VERBS = {
 }
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Ctrl-C at the program. While one is on its way, another cannot break into what it ends."""
+
+    latest: ClassVar[Callable[[], object]] = lambda: None
+
+    def __init__(self) -> None:
+        type(self).latest = weakref.ref(self)
+
+
 class _Parser(argparse.ArgumentParser):
-    """One line for a bad command line, instead of the whole usage."""
+    """One line for a bad command line, instead of the whole usage. Options are written out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"octavo: error: {message} (options: {self.prog} --help)\n")
+
+
+def program() -> int:
+    """`main` as a process of its own, which Ctrl-C ends once and without noise."""
+
+    def interrupt(*_: object) -> None:
+        if _Interrupt.latest() is None:
+            raise _Interrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell had it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        return main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,42 +78,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if isinstance(error, _Interrupt):  # here, before destructors run
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
-    except BrokenPipeError:
-        _drop_stdout()
-        return 141
-    except (OSError, UnicodeError) as error:  # a full disk, a terminal that cannot show the text
-        _drop_stdout()
+    except (OctavoError, OSError, UnicodeError) as error:
+        if not isinstance(error, OctavoError):  # a full disk, a terminal that cannot show the text
+            # The rest of stdout goes nowhere; else Python complains when it flushes it at exit.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         print(f"octavo: error: {error}", file=sys.stderr)
         return 2
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """`main` but for a closed stdout."""
+    """`main` but for errors."""
     if not arguments or arguments[0] not in VERBS:
         return _without_verb(arguments)
     name, rest = arguments[0], arguments[1:]
     verb = importlib.import_module(f"octavo.cli.{name}")
     parser = _Parser(prog=f"octavo {name}", description=VERBS[name])
     verb.add_arguments(parser)
+    kinds = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if kinds and rest and rest[0] in kinds[0].choices:
+        parser.prog += f" {rest[0]}"  # whose help has the options
     # Intermixed: prompts may stand before, between and after options.
-    nested = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
-    args = parser.parse_args(rest) if nested else parser.parse_intermixed_args(rest)
-    try:
-        configure_logging(env.log_level())
-        return int(verb.run(args))
-    except OctavoError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _drop_stdout() -> None:
-    """Send the rest of stdout nowhere; else Python complains when it flushes it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError, ValueError):  # stdout may have no descriptor of its own
-        os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    args = parser.parse_args(rest) if kinds else parser.parse_intermixed_args(rest)
+    configure_logging(env.log_level())
+    return int(verb.run(args))
 
 
 def _without_verb(arguments: Sequence[str]) -> int:
@@ -91,10 +115,8 @@ def _without_verb(arguments: Sequence[str]) -> int:
     if arguments == ["--version"]:
         print(f"octavo {__version__}")
         return 0
-    width = max(map(len, VERBS))
     print("usage: octavo VERB ...\n")
-    for name, summary in VERBS.items():
-        print(f"  {name:<{width}}  {summary}")
+    print(columns([(f"  {name}", summary) for name, summary in VERBS.items()]))
     print("\n`octavo VERB --help` lists the options of a verb.")
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f"octavo: error: no verb {arguments[0]!r}", file=sys.stderr)

@@ -20,8 +20,6 @@ from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import probe_device
 
-COUNTED_STEPS = {"decode": 50, "prefill": 5}
-
 # Options that are numbers: default, meaning.
 NUMBERS = {
     "input_len": (128, "prompt tokens of a request; prefix: those that two prompts share"),
@@ -142,7 +140,8 @@ def measure_prefix(llm: LLM, **numbers: int) -> dict[str, Any]:
 
 def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with room for the step. Raises ConfigError for what cannot be measured or drawn."""
-    args.steps = COUNTED_STEPS[args.phase] if args.steps is None else args.steps
+    if args.steps is None:
+        args.steps = 5 if args.phase == "prefill" else 50
     options.at_least(1, args, "batch_size", "context", "steps")
     device = probe_device(make_args(settings).device)
     if device.kind != "cuda":

@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     Ctrl-C stops an answer. Beside one, it ends the command or the line at a terminal, where a hint
     says how to leave, and the chat where a script is read.
     """
-    params = options.sampling_params(args)
+    options.sampling_params(args)  # refused before the model is loaded
     with LLM(**options.engine_settings(args)) as llm:
+        params = options.sampling_params(args, llm.engine.config.model.sampling_defaults)
         session = Session(llm, params, args.system)
         at_terminal = sys.stdin.isatty()
         if at_terminal:
@@ -81,9 +82,8 @@ class Session:
 
     def _start(self, system: str | None) -> None:
         self._system = system
-        self.messages: list[dict[str, str]] = []
-        if system is not None:
-            self.messages = [{"role": "system", "content": system}]
+        said = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = said
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

@@ -96,7 +96,7 @@ def show_panels(questions: Sequence[str]) -> Iterator[Add]:
         from rich.panel import Panel
         from rich.text import Text
     except ImportError:
-        raise ConfigError("the demo's panels need rich: pip install 'octavo[demo]'") from None
+        raise ConfigError("the demo's panels need rich: pip install -e '.[demo]'") from None
     answers = [""] * len(questions)
     colours = ["cyan"] * len(questions)
 
@@ -116,23 +116,16 @@ def show_panels(questions: Sequence[str]) -> Iterator[Add]:
 
 def request_table(outputs: list[RequestOutput]) -> str:
     """One row a request: tokens in, from cache and out, TTFT, tokens/s."""
-    rows: list[tuple[str, ...]] = [
-        ("request", "prompt", "cached", "output", "TTFT ms", "tok/s", "end")
-    ]
+    rows = [["request", "prompt", "cached", "output", "TTFT ms", "tok/s", "end"]]
     for index, output in enumerate(outputs):
         metrics = output.metrics
         assert metrics is not None, "the engine fills in metrics"
-        ttft, tpot = metrics.ttft, metrics.tpot
-        numbers = (
-            index + 1,
-            len(output.prompt_token_ids),
-            output.num_cached_tokens,
-            metrics.num_generation_tokens,
-            "-" if ttft is None else f"{ttft * 1e3:.0f}",
-            "-" if tpot is None else f"{1 / tpot:.1f}",
-            output.outputs[0].finish_reason,
-        )
-        rows.append(tuple(map(str, numbers)))
+        prompt = len(output.prompt_token_ids), output.num_cached_tokens
+        ttft = "-" if metrics.ttft is None else f"{metrics.ttft * 1e3:.0f}"
+        speed = "-" if metrics.tpot is None else f"{1 / metrics.tpot:.1f}"
+        end = output.outputs[0].finish_reason
+        cells = index + 1, *prompt, metrics.num_generation_tokens, ttft, speed, end
+        rows.append([str(cell) for cell in cells])
     return columns(rows) + "\n"
 
 

@@ -20,6 +20,10 @@ from octavo.files import read_text
 from octavo.weights.checkpoint import load_model_config
 from octavo.worker.device import probe_device
 
+# An embedding model has no cache, no scheduler, no sampler and no graphs.
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+OF_ENCODERS = ("device", "dtype", "linear_backend", *LIMITS)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
@@ -42,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(settings, model, facts)
     if model.encoder is None:
         config = finalise(config, *estimate_pool(config, facts))
-    rows = [dataclasses.asdict(decision) for decision in config.decisions]
+    shown = OF_ENCODERS if model.encoder else [one.name for one in config.decisions]
+    rows = [dataclasses.asdict(one) for one in config.decisions if one.name in shown]
     print(json.dumps(rows) if args.json else columns([list(row.values()) for row in rows]))
     return 0
 

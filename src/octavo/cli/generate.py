@@ -18,9 +18,8 @@ from octavo.outputs import Logprob, RequestOutput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
-    parser.add_argument(
-        "prompts", nargs="*", default=[], metavar="PROMPT", help="none: read them from stdin"
-    )
+    text = "none, or -: one a line from stdin"
+    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help=text)
     parser.add_argument("--file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user message")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
@@ -31,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 1 if a request ended with an error."""
     prompts = read_prompts(args)
-    params = options.sampling_params(args)
+    options.sampling_params(args)  # refused before the model is loaded
     with LLM(**options.engine_settings(args)) as llm:
-        wrapped: Any = prompts
-        if args.chat:
-            wrapped = llm.render_chat([[{"role": "user", "content": text}] for text in prompts])
+        params = options.sampling_params(args, llm.engine.config.model.sampling_defaults)
+        asked = [[{"role": "user", "content": text}] for text in prompts]
+        wrapped: Any = llm.render_chat(asked) if args.chat else prompts
         outputs = llm.generate(wrapped, params, use_tqdm=sys.stderr.isatty())
     for prompt, output in zip(prompts, outputs, strict=True):
         print(json.dumps(as_json(prompt, output)) if args.json else as_text(prompt, output))
@@ -43,16 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Prompts from the arguments, the file or stdin.
-
-    Raises InvalidRequestError if there are none, ConfigError if they cannot be read as text.
-    """
-    prompts, text = list(args.prompts), ""
+    """Raises InvalidRequestError if there are none, ConfigError if they cannot be read as text."""
+    prompts = [one for one in args.prompts if one != "-"]
     if args.file is not None:
-        text = files.read_text("--file", args.file)
-    elif not prompts:
-        text = files.read_all("stdin:", sys.stdin)
-    prompts += [line for line in text.splitlines() if line]
+        prompts += filter(None, files.read_text("--file", args.file).splitlines())
+    if "-" in args.prompts or not (args.prompts or args.file):
+        prompts += filter(None, files.read_all("stdin:", sys.stdin).splitlines())
     if not prompts:
         raise InvalidRequestError("PROMPT", "no prompt in the arguments, --file or stdin")
     return prompts
@@ -62,6 +57,7 @@ def as_text(prompt: str, output: RequestOutput) -> str:
     """Prompt and completions for a person, each followed by its scores if they were asked for."""
     parts = [f"> {prompt}", *score_lines(output.prompt_logprobs)]
     for completion in output.outputs:
+        parts += [f"[{completion.index + 1}]"] if len(output.outputs) > 1 else []
         parts.append(completion.text.strip() if completion.error is None else completion.error)
         parts += score_lines(completion.logprobs)
     return "\n".join(parts) + "\n"
@@ -69,15 +65,11 @@ def as_text(prompt: str, output: RequestOutput) -> str:
 
 def score_lines(entries: Sequence[dict[int, Logprob] | None] | None) -> list[str]:
     """One line a position: the token that stands there and its logprob, then the most likely ones."""
-    lines = []
-    for entry in entries or ():
-        if entry is not None:  # nothing predicts the first token of a prompt
-            cells = [
-                f"{score.logprob:.4f} {token if (text := score.decoded_token) is None else text!r}"
-                for token, score in entry.items()
-            ]
-            lines.append("    " + " | ".join(cells))
-    return lines
+    return [
+        "    " + " | ".join(f"{one.logprob:.4f} {one.decoded_token!r}" for one in entry.values())
+        for entry in entries or ()
+        if entry is not None  # nothing predicts the first token of a prompt
+    ]
 
 
 def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:

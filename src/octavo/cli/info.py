@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_pool(settings: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> dict[str, str]:
-    """The KV cache that would fit beside the weights, or why this machine has no room.
-
-    Nothing for an embedding model, which has none.
+    """The KV cache that would fit beside the weights, if it has one, or why there is no room.
 
     Raises ConfigError for settings that work on no machine.
     """
@@ -70,22 +68,21 @@ def describe(model: ModelConfig, facts: DeviceFacts) -> dict[str, Any]:
             "experts": f"{moe.num_experts}, {moe.experts_per_token} for each token, "
             f"in {model.num_layers - len(moe.dense_layers)} layers",
         }
-    pooling = {}
+    pooling_or_cache = {"kv_bytes_per_token": f"{model.kv_bytes_per_token():,}"}
     if encoder is not None:
         normalized = "normalized" if encoder.normalize else "not normalized"
-        pooling = {"pooling": f"{encoder.pooling_type}, {normalized}"}
+        pooling_or_cache = {"pooling": f"{encoder.pooling_type}, {normalized}"}
     return {
         "model": str(model.path),
         "architecture": model.architecture,
         "parameters": f"{model.num_parameters():,}",
         **experts,
-        **pooling,
         "weights": f"{model.weight_bytes() / GIB:.2f} GiB as {model.dtype}",
         "layers": f"{model.num_layers} of hidden size {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, head_dim {model.head_dim}",
         "vocabulary": f"{model.vocab_size:,}",
         "context": f"{context:,} tokens",
-        "kv_bytes_per_token": f"{model.kv_bytes_per_token():,}",
+        **pooling_or_cache,
         "flops_per_token": f"{model.flops_per_token(1) / 1e9:.2f} GFLOP at context 1, "
         f"{model.flops_per_token(context) / 1e9:.2f} at {context:,}",
         "machine": f"{facts.name}, {facts.num_threads} threads, "

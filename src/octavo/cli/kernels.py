@@ -25,10 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="the rungs: tile, threads, stages, idea")
     listing.add_argument("--long", action="store_true", help="with idea and limiter in full")
-    listing.set_defaults(action_run=run_list)
     device = actions.add_parser("device", help="measure this GPU's memories (needs a GPU)")
     device.add_argument("--out", type=Path, help="write the result as JSON, for `report --device`")
-    device.set_defaults(action_run=run_device)
     bench = actions.add_parser("bench", help="check and time rungs beside cuBLAS (needs a GPU)")
     bench.add_argument("rungs", nargs="*", help="rung numbers or names, default all")
     sizes = partial(bench.add_argument, type=positive, metavar="N")
@@ -38,14 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default both")
     bench.add_argument("--rounds", type=positive, default=7, help="samples of each rung")
     bench.add_argument("--out", type=Path, help="write the result as JSON, for `report`")
-    bench.set_defaults(action_run=run_bench)
     asm = actions.add_parser("asm", help="source, PTX and SASS side by side, with remarks")
     asm.add_argument("name", help="a rung (number or name) or a .cu file")
     asm.add_argument("--kernel", help="which entry function, when there are several")
     asm.add_argument("--notes", action="store_true", help="only the remarks")
     asm.add_argument("--all", action="store_true", help="every SASS instruction, nothing folded")
     asm.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of text")
-    asm.set_defaults(action_run=run_asm)
     roof = actions.add_parser("roofline", help="what bounds a GEMM, and how fast it can be")
     for size in "mnk":
         roof.add_argument(size, type=positive)
@@ -54,13 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roof.add_argument("--clock", type=positive, metavar="MHZ", help="default: the data sheet's")
     roof.add_argument("--tile", type=positive, nargs=2, default=[128, 256], metavar=("BM", "BN"))
     roof.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
-    roof.set_defaults(action_run=run_roofline)
     fit = actions.add_parser("occupancy", help="how many CTAs fit on an SM, and what limits them")
     fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
     fit.add_argument("--threads", type=positive)
     fit.add_argument("--registers", type=positive, help="a thread")
-    fit.add_argument("--smem", type=not_negative, help="bytes a CTA")
-    fit.set_defaults(action_run=run_occupancy)
+    fit.add_argument("--smem", type=partial(positive, least=0), help="bytes a CTA")
     page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
     page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
@@ -68,21 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     page.add_argument("--code", action="store_true", help="compile all rungs: registers, remarks")
     page.add_argument("--asm", nargs="+", metavar="RUNG", help="and write asm pages of these")
     page.add_argument("--figures", type=Path, metavar="DIR", help="write the docs' SVG pictures")
-    page.set_defaults(action_run=run_report)
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.action_run(args))
+    actions = {"list": run_list, "device": run_device, "bench": run_bench, "asm": run_asm}
+    actions |= {"roofline": run_roofline, "occupancy": run_occupancy, "report": run_report}
+    if args.action in ("device", "bench") and args.out:
+        options.check_writable("--out", args.out)
+    return actions[args.action](args)
 
 
 def positive(text: str, least: int = 1) -> int:
     if not least <= (value := int(text)) <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be from {least} to {MAX_COUNT}")
     return value
-
-
-def not_negative(text: str) -> int:
-    return positive(text, least=0)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -92,15 +85,13 @@ def run_list(args: argparse.Namespace) -> int:
         tile = f"{one.block_m}x{one.block_n}x{one.block_k}" if one.kind == "matmul" else "-"
         print(row(one.name, one.dtype, tile, one.threads, one.stages, one.cluster, one.title))
         if args.long:
-            print(f"    Idea: {one.idea}\n    Limiter: {one.limiter}\n")
+            print("    Idea: {Idea}\n    Limiter: {Limiter}\n".format(**one.header))
     return 0
 
 
 def run_bench(args: argparse.Namespace) -> int:
     from octavo.bench.ladder import run_ladder
 
-    if args.out:
-        options.check_writable("--out", args.out)
     chosen = [rung(name) for name in args.rungs] or RUNGS
     settings = {name: getattr(args, name) for name in ("modes", "rounds", "fp32_sizes")}
     document = run_ladder(args.sizes, chosen, **settings)
@@ -112,8 +103,6 @@ def run_bench(args: argparse.Namespace) -> int:
 def run_device(args: argparse.Namespace) -> int:
     from octavo.bench.device import measure_device
 
-    if args.out:
-        options.check_writable("--out", args.out)
     document = measure_device()
     print(report_data.device_text(document), end="")
     if args.out:
@@ -128,7 +117,7 @@ def _assemble(name: str, kernel: str | None = None) -> tuple[Assembly, dict[str,
         return assemble(read_text("name", path), path.name, kernel), {"title": path.name}
     found = rung(name)
     built = assemble(found.source, found.path.name, kernel or found.entry)
-    return built, {"title": f"{found.number:02d} {found.title}", "intro": found.idea}
+    return built, {"title": f"{found.number:02d} {found.title}", "intro": found.header["Idea"]}
 
 
 def run_asm(args: argparse.Namespace) -> int:

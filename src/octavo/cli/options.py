@@ -9,14 +9,14 @@ import errno
 import inspect
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from octavo.config.engine import MAX_COUNT, EngineArgs
 from octavo.errors import ConfigError, shown
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MODEL_DEFAULTS, SamplingParams
 
 # Without "seed": the engine's --seed already fixes every request that has none.
 SAMPLING_FIELDS = (
@@ -28,9 +28,8 @@ SAMPLING_FIELDS = (
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """The positional MODEL."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a .gguf file, a Hugging Face id, or 'demo'"
-    )
+    text = "a folder, a .gguf file, a Hugging Face id, or 'demo'"
+    parser.add_argument("model", metavar="MODEL", help=text)
 
 
 def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
@@ -57,8 +56,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for LLM out of parsed options: those the user gave, and the model."""
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    return {name: value for name, value in vars(args).items() if name in names}
+    known = EngineArgs.__dataclass_fields__
+    return {name: value for name, value in vars(args).items() if name in known}
 
 
 def add_sampling_arguments(
@@ -70,10 +69,10 @@ def add_sampling_arguments(
     parser.set_defaults(sampling_defaults=defaults)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """SamplingParams out of parsed options. Raises InvalidRequestError naming the field."""
+def sampling_params(args: argparse.Namespace, of_model: Iterable[Any] = ()) -> SamplingParams:
+    """The options given, else the model's defaults, else the verb's. Raises InvalidRequestError."""
     given = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
-    return SamplingParams(**{**args.sampling_defaults, **given})
+    return SamplingParams(**{**args.sampling_defaults, **dict(of_model), **given})
 
 
 def _add_fields(
@@ -84,6 +83,8 @@ def _add_fields(
     defaults = {field.name: field.default for field in dataclasses.fields(owner)} | defaults
     for name in names:
         shown = "" if defaults[name] is None else f" [{defaults[name]}]"
+        if owner is SamplingParams and name in MODEL_DEFAULTS:
+            shown = f" [the model's, else {defaults[name]}]"
         options: dict[str, Any] = {"help": (docs.get(name, "") + shown).replace("%", "%%").strip()}
         kinds = get_args(hints[name]) or (hints[name],)
         if bool in kinds:

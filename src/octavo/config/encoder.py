@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from octavo.config.fields import FieldReader
 from octavo.config.rope import RopeConfig
-from octavo.errors import ModelLoadError, shown
 
 PoolingType = Literal["mean", "cls"]
 
@@ -15,14 +14,6 @@ PoolingType = Literal["mean", "cls"]
 ENCODERS = {"BertModel": False, "RobertaModel": True, "XLMRobertaModel": True}
 
 _MAX_POSITIONS = 2**24
-# Key -> values that change nothing; what is missing has the first.
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("gelu",),
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
-    "quantization_config": (None,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +34,8 @@ class EncoderConfig:
 def read_encoder(read: FieldReader, architecture: str) -> dict[str, Any]:
     """Fields of the ModelConfig that are not read alike for all models.
 
-    Raises ModelLoadError for a feature we do not build, ConfigError for a missing or bad field.
+    Raises ConfigError for a missing or bad field.
     """
-    for key, harmless in _HARMLESS.items():
-        if (value := read.config.get(key)) is not None and value not in harmless:
-            raise ModelLoadError(f"{read.where}: {key}={shown(value)} is not supported")
     num_positions = read.count("max_position_embeddings", limit=_MAX_POSITIONS)
     first = 0
     if ENCODERS[architecture]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import ConfigError, shown
+from octavo.errors import ConfigError, OctavoError, shown
 
 # Far above any real model, so that a damaged config is refused and not tried.
 MAX_SIZE = 2**31 - 1
@@ -15,12 +15,14 @@ _FLOAT32 = (1.2e-38, 3.4e38)
 class FieldReader:
     """Typed access to config keys; every complaint names the key and the file."""
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
+    def __init__(
+        self, config: Mapping[str, Any], where: str, kind: type[OctavoError] = ConfigError
+    ) -> None:
+        """`kind` is what is raised."""
+        self.config, self.where, self.kind = config, where, kind
 
-    def error(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {key}: {text}")
+    def error(self, key: str, text: str) -> OctavoError:
+        return self.kind(f"{self.where}: {key}: {text}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """What the config says for the key, or `default` if that is nothing."""

@@ -11,27 +11,6 @@ from octavo.errors import ModelLoadError, shown
 
 GEMMA3 = "Gemma3ForCausalLM"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What transformers takes for keys that are not there; sizes must be there.
-_DEFAULTS = {
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-# Key -> values that change nothing, as in config.model.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "use_bidirectional_attention": (False,),
-    "attention_bias": (False,),
-}
-
-
-def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the keys that other families must have."""
-    return {**_DEFAULTS, **config}
 
 
 def _global_layers(read: FieldReader, num_layers: int) -> tuple[int, ...]:

@@ -8,11 +8,8 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file "),
-    (
-        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-        *("memory/memory.stat", "total_inactive_file "),
-    ),
+    "memory.max memory.current memory.stat inactive_file",
+    "memory/memory.limit_in_bytes memory/memory.usage_in_bytes memory/memory.stat total_inactive_file",
 )
 """Limit, usage, and the file and name of pages of files in it that are given back when needed."""
 
@@ -22,10 +19,10 @@ def available_memory() -> int:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if said := _value(Path("/proc/meminfo"), "MemAvailable:"):
         available = int(said.split()[0]) * 1024
-    for *files, stat, name in _CGROUP_FILES:
+    for *files, stat, name in map(str.split, _CGROUP_FILES):
         limit, usage = (_value(_CGROUP / file) for file in files)
         if limit.isdigit() and usage.isdigit():
-            cached = int(_value(_CGROUP / stat, name) or 0)
+            cached = int(_value(_CGROUP / stat, f"{name} ") or 0)
             available = min(available, max(0, int(limit) - int(usage) + cached))
     return available
 

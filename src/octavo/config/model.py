@@ -1,13 +1,14 @@
-"""What a model is, as numbers: the only place that reads Hugging Face configs and GGUF metadata.
+"""What a model is, as numbers: the only place that reads a config, in the words of Hugging Face.
 
 Everything the other layers know about an architecture comes from a `ModelConfig`; a key that is
-missing, malformed or asks for something we do not build is refused here, by name.
+missing, malformed or asks for something we do not build is refused here, by name. What families differ
+in is in families.toml.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,9 +16,8 @@ from typing import Any, Literal, cast
 from octavo.config import gemma
 from octavo.config.encoder import ENCODERS, EncoderConfig, read_encoder
 from octavo.config.fields import FieldReader, token_ids
-from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.kv_cache import KVCacheSpec
-from octavo.config.moe import MOE_ARCHITECTURES, MoEConfig, read_moe
+from octavo.config.moe import MoEConfig, read_moe
 from octavo.config.rope import RopeConfig, read_rope
 from octavo.errors import ConfigError, ModelLoadError, shown
 
@@ -25,24 +25,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-ARCHITECTURES = (
-    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
-    *("Phi3ForCausalLM", gemma.GEMMA3, *MOE_ARCHITECTURES, *ENCODERS),
-)
+_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
+_FAMILIES = {name: family for family in _TABLE["family"] for name in family["names"]}
+ARCHITECTURES = tuple(_FAMILIES)
 
 # Far above any real model, so that a damaged config is refused and not tried.
 MAX_LAYERS = 4096
 MAX_CONTEXT = 2**24
 MAX_HEADS, MAX_HEAD_DIM = 512, 1024
-
-# Families whose config may ask for a sliding window -> the window where the key is not there at all,
-# as in transformers.
-_WINDOWED: dict[str, int | None] = {
-    gemma.GEMMA3: 4096,
-    "MistralForCausalLM": 4096,
-    "MixtralForCausalLM": None,
-    "Phi3ForCausalLM": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +101,13 @@ class ModelConfig:
         architecture or feature we do not build, ConfigError for a missing or bad field.
         """
         architecture = _architecture(config)
-        if architecture in ENCODERS:
-            fields = read_encoder(FieldReader(config, str(path)), architecture)
-            return cls(architecture, path, load_format, _dtype(dtype, config), **fields)
-        if is_gemma := architecture == gemma.GEMMA3:
-            config = gemma.with_defaults(config)
+        config = {**_FAMILIES[architecture].get("defaults", {}), **config}
         read = FieldReader(config, str(path))
-        _refuse_unsupported(config, architecture, path)
+        _refuse_unsupported(read, architecture)
+        if architecture in ENCODERS:
+            fields = read_encoder(read, architecture)
+            return cls(architecture, path, load_format, _dtype(dtype, config), **fields)
+        is_gemma = architecture == gemma.GEMMA3
         hidden_size = read.count("hidden_size")
         family: dict[str, Any] = _heads(architecture, hidden_size, read)
         head_dim = family["head_dim"]
@@ -156,31 +146,6 @@ class ModelConfig:
             **family,
         )
 
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        tensor_types: Mapping[str, str],
-        path: Path,
-        load_format: LoadFormat = "gguf",
-        dtype: str = "auto",
-        frequency_divisors: Sequence[float] = (),
-    ) -> ModelConfig:
-        """Read the metadata of a GGUF file by way of the same checks as `from_hf`.
-
-        `tensor_types`: tensor name -> GGML type name ("Q4_1"); it decides tied embeddings and dtype
-        auto (quantised: bfloat16). `frequency_divisors`: content of rope_freqs.weight, if any.
-        """
-        hf = hf_from_gguf(metadata, tensor_types, path)
-        config = cls.from_hf(hf, path, load_format, dtype)
-        divisors = tuple(float(value) for value in frequency_divisors)
-        if divisors and len(divisors) != config.head_dim // 2:
-            raise ModelLoadError(f"{path}: rope_freqs.weight has {len(divisors)} values")
-        if not all(0 < value < math.inf for value in divisors):
-            raise ModelLoadError(f"{path}: rope_freqs.weight: not all positive and finite")
-        rope = replace(config.rope, frequency_divisors=divisors or config.rope.frequency_divisors)
-        return replace(config, rope=rope)
-
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model in an engine whose requests have at most that many tokens."""
         local = self.local_rope and self.local_rope.for_context(max_model_len)
@@ -210,29 +175,22 @@ class ModelConfig:
         """Bytes of one weight, and of one number in the KV cache."""
         return DTYPE_BYTES[self.dtype]
 
-    def num_norm_parameters(self) -> int:
-        """Of one decoder layer: the norms of the hidden states, and those of q and k if any."""
-        if self.encoder is not None:
-            return 4 * self.hidden_size  # theirs have biases
-        return (2 + 2 * self.post_norms) * self.hidden_size + self.qk_norm * 2 * self.head_dim
-
-    def num_layer_parameters(self) -> int:
-        """Parameters of one decoder layer but for its MLP: q, k, v, o, biases and norms."""
+    def num_layer_parameters(self, active: bool = False) -> tuple[int, int]:
+        """Of all layers, in linears (biases included) and in norms; `active`: those a token meets."""
+        hidden, inner, layers = self.hidden_size, self.intermediate_size, self.num_layers
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * kv)
-        biases = self.attention_bias * (query + 2 * kv) + self.attention_out_bias * self.hidden_size
-        return attention + biases + self.num_norm_parameters()
-
-    def num_mlp_parameters(self, active: bool = False) -> int:
-        """Parameters of the MLPs of all layers; `active`: those that one token meets."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        inputs = 2 if self.encoder is None else 1  # matrices that x meets: gate and up
-        dense = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
-        if self.moe is None:
-            return self.num_layers * dense
-        num_dense = len(self.moe.dense_layers)
-        sparse = self.moe.num_parameters(hidden, active)
-        return num_dense * dense + (self.num_layers - num_dense) * sparse
+        attention = 2 * hidden * (query + kv)
+        attention += self.attention_bias * (query + 2 * kv) + self.attention_out_bias * hidden
+        inputs = 2  # matrices that x meets in an MLP: gate and up
+        norms = (2 + 2 * self.post_norms) * hidden + self.qk_norm * 2 * self.head_dim
+        if self.encoder is not None:
+            inputs, norms = 1, 4 * hidden  # its norms have biases
+        mlp = (inputs + 1) * hidden * inner + self.mlp_bias * (inputs * inner + hidden)
+        linears = layers * (attention + mlp)
+        if self.moe is not None:
+            num_sparse = layers - len(self.moe.dense_layers)
+            linears += num_sparse * (self.moe.num_parameters(hidden, active) - mlp)
+        return linears, layers * norms
 
     def num_parameters(self, active: bool = False) -> int:
         """Distinct parameters: layers, final norm, embedding, and lm_head unless tied to it.
@@ -241,7 +199,7 @@ class ModelConfig:
         """
         vocab = self.vocab_size * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
-        layers = self.num_layers * self.num_layer_parameters() + self.num_mlp_parameters(active)
+        layers = sum(self.num_layer_parameters(active))
         if self.encoder is not None:  # tables of positions and token types, and a norm with a bias
             tables = self.encoder.num_positions + self.encoder.num_token_types
             return layers + vocab + (tables + 2) * self.hidden_size
@@ -265,8 +223,7 @@ class ModelConfig:
         Norms, rotary embedding, softmax and activations are left out: below 1 %.
         """
         keys = sum(min(context, self.window(one) or context) for one in range(self.num_layers))
-        matrices = self.num_layers * (self.num_layer_parameters() - self.num_norm_parameters())
-        matrices += self.num_mlp_parameters(active=True)
+        matrices, _ = self.num_layer_parameters(active=True)
         logits = self.vocab_size * self.hidden_size if self.encoder is None else 0
         attention = 4 * self.num_heads * self.head_dim * keys
         return 2 * (matrices + logits) + attention
@@ -276,53 +233,29 @@ class ModelConfig:
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_dim, self.dtype_bytes)
 
 
-# Key -> values that change nothing. Any other value asks for arithmetic we do not have.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "quantization_config": (),
-    "sliding_window": (),
-    "use_sliding_window": (False,),
-    "lm_head_bias": (False,),
-    "per_layer_config": ({}, []),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-}
+def _refuse_unsupported(read: FieldReader, architecture: str) -> None:
+    family = _FAMILIES[architecture]
+    harmless = {**_TABLE["harmless"], **family.get("harmless", {})}
+    for key in harmless:
+        value = read.config.get(key)
+        if value is not None and value not in harmless[key] and key not in family.get("read", ()):
+            raise ModelLoadError(f"{read.where}: {key}={shown(value)} is not supported")
+    kinds = read.config.get("layer_types") or []
+    # All layers are alike, but Gemma's.
+    kind = "sliding_attention" if _is_windowed(architecture, read) else "full_attention"
+    alike = isinstance(kinds, list) and all(one == kind for one in kinds)
+    if not alike and architecture != gemma.GEMMA3:
+        raise ModelLoadError(f"{read.where}: layer_types={shown(kinds)} is not supported")
 
 
-def _refuse_unsupported(config: Mapping[str, Any], architecture: str, path: Path) -> None:
-    windowed = architecture in _WINDOWED
-    harmless_keys = dict(_UNSUPPORTED)
-    if architecture == gemma.GEMMA3:
-        del harmless_keys["hidden_act"]  # hidden_activation counts
-        harmless_keys |= gemma.HARMLESS
-    if architecture in MOE_ARCHITECTURES:
-        del harmless_keys["num_experts"], harmless_keys["num_local_experts"]
-    # Qwen configs name a window that only use_sliding_window puts to use.
-    if windowed or architecture.startswith("Qwen"):
-        del harmless_keys["sliding_window"]
-    if windowed:  # their linears have no biases
-        harmless_keys |= {"attention_bias": (False,), "mlp_bias": (False,)}
-    for key, harmless in harmless_keys.items():
-        value = config.get(key)
-        if value is not None and value not in harmless:
-            raise ModelLoadError(f"{path}: {key}={shown(value)} is not supported")
-    if architecture == gemma.GEMMA3:
-        return
-    kinds = config.get("layer_types") or []
-    # All layers are alike.
-    kind = "full_attention"
-    if windowed and config.get("sliding_window", _WINDOWED[architecture]) is not None:
-        kind = "sliding_attention"
-    if not isinstance(kinds, list) or any(one != kind for one in kinds):
-        raise ModelLoadError(f"{path}: layer_types={shown(kinds)} is not supported")
+def _is_windowed(architecture: str, read: FieldReader) -> bool:
+    said = read.config.get("sliding_window") is not None
+    return said and _FAMILIES[architecture].get("windowed", False)
 
 
 def _window(architecture: str, read: FieldReader, context: int) -> int | None:
     """None also for a window that holds the whole context: it hides nothing."""
-    default = _WINDOWED.get(architecture)
-    if architecture not in _WINDOWED or read.config.get("sliding_window", default) is None:
-        return None
-    window = read.count("sliding_window", default)
+    window = read.count("sliding_window") if _is_windowed(architecture, read) else context
     return window if window < context else None
 
 
@@ -349,7 +282,7 @@ def _biases(architecture: str, read: FieldReader) -> dict[str, bool]:
         return {"attention_bias": True}
     if architecture == "Qwen2MoeForCausalLM":
         return {"attention_bias": "qkv_bias" not in read.config or read.flag("qkv_bias")}
-    if architecture in _WINDOWED:
+    if _FAMILIES[architecture].get("windowed"):
         return {}
     attention = read.flag("attention_bias")
     mlp = architecture == "LlamaForCausalLM" and read.flag("mlp_bias")

@@ -88,15 +88,18 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
     log.pick("enforce_eager")
     scheduler = _resolve_scheduler(args, model, facts, log)
     if model.rope.kind == "longrope":
-        model = _resolve_longrope(model, scheduler.max_model_len, log)
+        # A pool too small for that context changes nothing: the model is loaded by then.
+        longest, original = scheduler.max_model_len, model.rope.original_max_position_embeddings
+        chosen, relation = ("long", "beyond") if longest > original else ("short", "within")
+        reason = f"max_model_len={longest} is {relation} the original context of {original}"
+        log.decisions.append(Decision("longrope_factors", chosen, reason))
+        model = model.for_context(longest)
     share = args.gpu_memory_utilization
     if facts.kind == "cuda":
         share = log.pick("gpu_memory_utilization", GPU_MEMORY_UTILIZATION)
-    for name in ("block_size", "enable_prefix_caching", "seed", "max_logprobs"):
-        log.pick(name)
     cache = CacheConfig(
-        block_size=args.block_size,
-        enable_prefix_caching=args.enable_prefix_caching,
+        block_size=log.pick("block_size"),
+        enable_prefix_caching=log.pick("enable_prefix_caching"),
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         num_blocks_override=args.num_gpu_blocks_override,
@@ -107,8 +110,8 @@ def resolve(args: EngineArgs, model: ModelConfig, facts: DeviceFacts) -> EngineC
         cache=cache,
         scheduler=scheduler,
         device=facts.kind,
-        seed=args.seed,
-        max_logprobs=args.max_logprobs,
+        seed=log.pick("seed"),
+        max_logprobs=log.pick("max_logprobs"),
         linear_backend=linear_backend,
         enforce_eager=args.enforce_eager,
         decisions=tuple(log.decisions),
@@ -182,27 +185,16 @@ def _resolve_scheduler(
             f"max_num_seqs={max_num_seqs} requests of max_model_len={max_model_len} tokens need "
             f"{needed:.1f} GiB for their tokens alone; {free:.1f} GiB are free"
         )
-    log.pick("long_prefill_token_threshold")
-    log.pick("scheduling_policy")
-    overlap = log.pick("async_scheduling", True, "planning hides behind the running step")
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        policy=args.scheduling_policy,
-        async_scheduling=overlap,
+        long_prefill_token_threshold=log.pick("long_prefill_token_threshold"),
+        policy=log.pick("scheduling_policy"),
+        async_scheduling=log.pick(
+            "async_scheduling", True, "planning hides behind the running step"
+        ),
     )
-
-
-def _resolve_longrope(model: ModelConfig, max_model_len: int, log: _Log) -> ModelConfig:
-    """The model with one of its two sets of factors. A pool that is too small for that context does
-    not change the choice: the model is loaded by then."""
-    original = model.rope.original_max_position_embeddings
-    chosen, relation = ("long", "beyond") if max_model_len > original else ("short", "within")
-    reason = f"max_model_len={max_model_len} is {relation} the original context of {original}"
-    log.decisions.append(Decision("longrope_factors", chosen, reason))
-    return model.for_context(max_model_len)
 
 
 def size_kv_pool(

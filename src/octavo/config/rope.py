@@ -181,10 +181,8 @@ def _llama3(rope: RopeConfig, inner: FieldReader) -> RopeConfig:
 def _yarn(rope: RopeConfig, inner: FieldReader, declared: int) -> RopeConfig:
     longer = max(1.0, declared / rope.original_max_position_embeddings)
     factor = inner.number("factor", default=longer, least=1.0)
-    fast, slow = (
-        inner.number("beta_fast", rope.beta_fast),
-        inner.number("beta_slow", rope.beta_slow),
-    )
+    fast = inner.number("beta_fast", rope.beta_fast)
+    slow = inner.number("beta_slow", rope.beta_slow)
     if fast < slow:
         raise inner.error("beta_fast", f"{fast} is below beta_slow={slow}")
     if rope.theta <= 1.0:

@@ -128,16 +128,12 @@ def _mlp_operations(model: ModelConfig, tokens: int) -> list[Operation]:
 
 
 def step_operations(
-    model: ModelConfig,
-    requests: Sequence[tuple[int, int]],
-    num_sampled: int,
-    logits_bytes: int | None = None,
+    model: ModelConfig, requests: Sequence[tuple[int, int]], num_sampled: int
 ) -> list[Operation]:
     """The operations of a step in order of their first call.
 
     requests: (query_len, seq_len) each, seq_len after the step; num_sampled: rows that get logits and
-    a token; logits_bytes: of one logit, default that of the dtype. Raises ValueError for lengths
-    that no request can have.
+    a token. Raises ValueError for lengths that no request can have.
     """
     if any(not 1 <= query_len <= seq_len for query_len, seq_len in requests):
         raise ValueError(f"query_len and seq_len do not fit in {requests}")
@@ -172,7 +168,7 @@ def step_operations(
         norm("final_norm", 1, 4),
     ]  # fmt: skip
     if num_sampled:
-        picked, logits = num_sampled * row, num_sampled * model.vocab_size * (logits_bytes or size)
+        picked, logits = num_sampled * row, num_sampled * model.vocab_size * size
         table, flops = model.vocab_size * row, 2 * num_sampled * model.vocab_size * hidden
         operations.append(Operation("gather_rows", 1, 2 * picked))
         operations.append(Operation("lm_head", 1, picked + logits, table, 0, flops))

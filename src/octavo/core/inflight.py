@@ -9,22 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from octavo.core.block_pool import KVBlock
 from octavo.core.request import Request
 
-
-@dataclass(slots=True)
-class LaunchedRequest:
-    """What one step was asked to do for one request."""
-
-    request: Request
-    epoch: int
-    """Of the request at launch; a preemption since then makes computed tokens void."""
-    num_tokens: int
-    num_samples: int
-    """Tokens the step may bring: 0, or the accepted drafts and the bonus token."""
+LaunchedRequest = tuple[Request, int, int, int]
+"""What one step was asked to do for one request: the request; its epoch at launch, since a preemption
+after that makes computed tokens void; tokens to compute; and tokens that the step may bring: 0, or the
+accepted drafts and the bonus token. A tuple, since 256 of them are made and read three times a step."""
 
 
 class InflightSteps:
@@ -47,9 +39,9 @@ class InflightSteps:
         """Count the step as in flight and return its id."""
         self.last_step_id += 1
         self._steps.append((self.last_step_id, requests))
-        for launched in requests:
-            launched.request.num_inflight_tokens += launched.num_tokens
-            launched.request.num_inflight_samples += launched.num_samples
+        for request, _, num_tokens, num_samples in requests:
+            request.num_inflight_tokens += num_tokens
+            request.num_inflight_samples += num_samples
         return self.last_step_id
 
     def settle(self, step_id: int) -> list[LaunchedRequest]:
@@ -57,9 +49,9 @@ class InflightSteps:
         expected = self._steps[0][0] if self._steps else None
         assert step_id == expected, f"step {step_id} settled, but {expected} is the oldest"
         _, requests = self._steps.popleft()
-        for launched in requests:
-            launched.request.num_inflight_tokens -= launched.num_tokens
-            launched.request.num_inflight_samples -= launched.num_samples
+        for request, _, num_tokens, num_samples in requests:
+            request.num_inflight_tokens -= num_tokens
+            request.num_inflight_samples -= num_samples
         return requests
 
     def free(self, blocks: list[KVBlock]) -> None:

@@ -95,7 +95,7 @@ class Planner:
         draft.budget -= num_new
         if start < num_prompt:
             draft.num_prefill_tokens += num_new
-        draft.launched.append(LaunchedRequest(request, request.epoch, num_new, num_samples))
+        draft.launched.append((request, request.epoch, num_new, num_samples))
 
     def _allocate_running(
         self, request: Request, num_missing: int, draft: StepDraft

@@ -84,7 +84,7 @@ class Scheduler:
         assert plan.step_id == output.step_id, "the result of another step"
         news = []
         for launched in self._take_step(plan):
-            request = launched.request
+            request = launched[0]
             try:
                 item = self._settle(launched, output)
             except Exception as error:
@@ -99,7 +99,7 @@ class Scheduler:
     def fail_step(self, plan: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """Settle a step that raised as a whole: the requests in it end with this error."""
         error = RequestStatus.FINISHED_ERROR
-        news = [self._finish(each.request, error, message) for each in self._take_step(plan)]
+        news = [self._finish(request, error, message) for request, *_ in self._take_step(plan)]
         self.state.inflight.release_settled()
         return news
 
@@ -172,27 +172,28 @@ class Scheduler:
         """
         settled = self.state.inflight.settle(plan.step_id)
         get = self.state.requests.get
-        return [each for each in settled if get(each.request.request_id) is each.request]
+        return [each for each in settled if get(each[0].request_id) is each[0]]
 
     def _settle(
         self, launched: LaunchedRequest, output: ModelRunnerOutput
     ) -> EngineCoreOutput | None:
-        request, request_id = launched.request, launched.request.request_id
+        request, epoch, num_tokens, num_samples = launched
+        request_id = request.request_id
         sampled = output.sampled_token_ids.get(request_id, [])
         error = output.errors.get(request_id)
-        num_rejected = launched.num_samples - len(sampled)
-        if error is None and (num_rejected < 0 or (launched.num_samples and not sampled)):
-            error = f"the runner sampled {len(sampled)} tokens of at most {launched.num_samples}"
+        num_rejected = num_samples - len(sampled)
+        if error is None and (num_rejected < 0 or (num_samples and not sampled)):
+            error = f"the runner sampled {len(sampled)} tokens of at most {num_samples}"
         if error is not None:
             return self._finish(request, RequestStatus.FINISHED_ERROR, error)
         if scores := output.prompt_logprobs.get(request_id):
             request.num_prompt_scores += len(scores)
         num_appended, stop = append_until_stop(request, sampled)
-        if launched.epoch == request.epoch:
+        if epoch == request.epoch:
             kv, num_before = self.state.kv, request.num_computed_tokens
-            request.num_computed_tokens += launched.num_tokens - num_rejected
+            request.num_computed_tokens += num_tokens - num_rejected
             # Amid a block there is nothing to offer.
-            if kv.has_windows or num_before % kv.block_size + launched.num_tokens >= kv.block_size:
+            if kv.has_windows or num_before % kv.block_size + num_tokens >= kv.block_size:
                 kv.cache_blocks(request, request.num_computed_tokens)
         if request.output_limit == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
             stop = RequestStatus.FINISHED_LENGTH, None

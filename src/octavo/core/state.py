@@ -122,9 +122,9 @@ class SchedulerState:
         assert not request.status.finished, f"{name}: ended but queued"
         is_running = request.status == RequestStatus.RUNNING
         assert is_running == (request in self.running), f"{name}: wrong queue ({request.status!r})"
-        flying = [launched for launched in self.inflight if launched.request is request]
-        num_tokens = sum(launched.num_tokens for launched in flying)
-        num_samples = sum(launched.num_samples for launched in flying)
+        flying = [launched[2:] for launched in self.inflight if launched[0] is request]
+        num_tokens = sum(num_tokens for num_tokens, _ in flying)
+        num_samples = sum(num_samples for _, num_samples in flying)
         assert request.num_inflight_tokens == num_tokens, f"{name}: tokens in flight miscounted"
         assert request.num_inflight_samples == num_samples, f"{name}: samples in flight miscounted"
         assert request.num_computed_tokens <= request.num_tokens, f"{name}: computed the unknown"

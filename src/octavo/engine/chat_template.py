@@ -10,13 +10,15 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.engine.template_sandbox import sandbox
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, InvalidRequestError, expect, shown
 
@@ -39,7 +41,7 @@ class ChatTemplate:
         self._template: jinja2.Template | None = None
         self._takes_tools = False
         if source is not None:
-            environment = sandbox()
+            environment = _sandbox()
             try:
                 self._template = environment.from_string(source)
                 variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -144,6 +146,51 @@ class ChatTemplate:
             # A template is foreign code: whatever it does with these messages, only they fail.
             reason = f"the chat template failed: {type(exc).__name__}: {_reason(exc)}"
             raise InvalidRequestError("messages", reason) from exc
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """jinja2's sandbox with what transformers adds to it.
+
+    Promised: a template runs no Python code of its own and reaches into no object. Not promised: that
+    it ends, or that what it makes fits into memory. It comes from the checkpoint, the operator or the
+    Python caller, by the choice of whoever runs this process; so the HTTP server must refuse templates
+    in requests unless its operator says otherwise.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter it leaves < > & ' as they are: a prompt is no HTML."""
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The block's body; what it sets is gone after it, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

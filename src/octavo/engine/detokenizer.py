@@ -27,22 +27,16 @@ class StopStrings:
         self.match: list[str | None] = [None]
         """By state: the stop string that ends here, if any."""
         for stop in stops:
-            self._insert(stop)
+            state = 0
+            for char in stop:
+                if char not in self._next[state]:
+                    self._next[state][char] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.match.append(None)
+                state = self._next[state][char]
+            self.match[state] = stop
         self._fail = [0] * len(self._next)
-        self._link()
-
-    def _insert(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self.depth.append(self.depth[state] + 1)
-                self.match.append(None)
-            state = self._next[state][char]
-        self.match[state] = stop
-
-    def _link(self) -> None:
         queue = list(self._next[0].values())
         for state in queue:  # breadth first: shorter prefixes are linked before longer ones
             for char, child in self._next[state].items():

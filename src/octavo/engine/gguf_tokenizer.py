@@ -1,121 +1,71 @@
 """Builds a `tokenizers` tokenizer from the metadata of a GGUF file.
 
 Owns which GGUF vocabularies and pre-tokenizers are supported: byte-level BPE ("gpt2") and
-SentencePiece ("llama"). The splits are those of the models' own tokenizer.json files, so ids equal
-what the models were trained with.
+SentencePiece ("llama"). The splits, in pretokenizers.toml, are those of the models' own tokenizer.json
+files, so ids equal what the models were trained with.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import ModelLoadError, shown
+from octavo.config.fields import FieldReader
+from octavo.errors import ModelLoadError, OctavoError, shown
 
 _T = TypeVar("_T")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-# A capitalised or lower-case word, then one with capitals first: both end where the case turns.
-_LEAD = r"[^\r\n\p{L}\p{N}]?"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = (f"{_LEAD}{_UPPER}*{_LOWER}+", f"{_LEAD}{_UPPER}+{_LOWER}*")
-_CASED_CONTRACTED = (f"{word}{_CONTRACTIONS}?" for word in _CASED)
-_DEEPSEEK_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-_DEEPSEEK_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-
-
-class _Pre(NamedTuple):
-    """How a family of byte-level BPE models prepares a text."""
-
-    splits: tuple[str, ...]
-    """Applied in turn; each match is a piece. None: GPT-2's own expression."""
-    gpt2: bool = False
-    """GPT-2's expression after `splits`."""
-    nfc: bool = False
-    whole_words: bool = False
-    """Words in the vocabulary that no merge reaches; such models start with BOS by default."""
-
-
-_LLAMA3 = _Pre((f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}",), whole_words=True)
-_QWEN2 = _Pre((f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}",), nfc=True)
-_TEKKEN = _Pre(("|".join((*_CASED, r"\p{N}", _REST_SLASH)),), whole_words=True)
-_GPT4O = _Pre(("|".join((*_CASED_CONTRACTED, r"\p{N}{1,3}", _REST_SLASH)),))
-_DEEPSEEK_CODER = _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
-_DEEPSEEK_REST = rf"{_DEEPSEEK_MARKS}|{_DEEPSEEK_WORDS}|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DEEPSEEK_V3 = _Pre((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_REST))
-_PRE = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "trillion"), _Pre((), gpt2=True)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _Pre((r"\p{N}",), gpt2=True)
-    ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3._replace(whole_words=False)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "stablelm2": _QWEN2._replace(nfc=False),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-    "deepseek-coder": _DEEPSEEK_CODER,
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
-}
+_FILE = tomllib.loads(Path(__file__).with_name("pretokenizers.toml").read_text("utf-8"))
+_PRE: dict[str, dict[str, Any]] = {name: one for one in _FILE["family"] for name in one["names"]}
 SUPPORTED_PRE = tuple(_PRE)
-
-
 _ELSE = "Give a folder with the model's tokenizer.json as `tokenizer`."
 
 
-class _Metadata(NamedTuple):
+class _Metadata(FieldReader):
     """`tokenizer.ggml.*` of a file; every complaint names the file and the key."""
 
-    values: Mapping[str, Any]
-    source: str
+    def error(self, key: str, text: str) -> OctavoError:
+        return ModelLoadError(f"{self.where}: tokenizer.ggml.{key}: {text}")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.values.get(f"tokenizer.ggml.{name}", default)
-
-    def error(self, name: str, text: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.source}: tokenizer.ggml.{name}{text}")
-
-    def texts(self, name: str) -> list[str]:
-        values = self.get(name)
-        if values is None:
-            raise ModelLoadError(f"{self.source}: no tokenizer.ggml.{name} in the metadata")
+    def texts(self, key: str) -> list[str]:
+        values = self.get(key)
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise self.error(name, f": {shown(values)} is not a list of texts")
+            raise self.error(key, f"{shown(values)} is not a list of texts")
         return values
 
-    def one_each(self, name: str, number: int) -> list[Any]:
+    def one_each(self, key: str, number: int) -> list[Any]:
         """A list of so many values; empty if it is not there."""
-        values = self.get(name) or []
+        values = self.get(key, [])
         if not isinstance(values, list) or len(values) not in (0, number):
-            text = f": {shown(values)} is not one number for each of {number} tokens"
-            raise self.error(name, text)
+            text = f"{shown(values)} is not one number for each of {number} tokens"
+            raise self.error(key, text)
         return values
 
-    def bpe(self, name: str, **given: Any) -> Tokenizer:
-        """A tokenizer of this model; `name` is the key to blame."""
-        where = f"{self.source}: tokenizer.ggml.{name}"
+    def bpe(self, key: str, **given: Any) -> Tokenizer:
+        """A tokenizer of this model; `key` is the one to blame."""
+        where = f"{self.where}: tokenizer.ggml.{key}"
         return call_library(where, lambda: Tokenizer(models.BPE(**given)))
 
 
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by `tokenizer.ggml.*`; `source` names the file in errors."""
-    meta = _Metadata(metadata, source)
-    kind = meta.get("model")
+    prefix = "tokenizer.ggml."
+    meta = _Metadata({key.removeprefix(prefix): value for key, value in metadata.items()}, source)
+    kind = meta.config.get("model")
     if kind not in ("gpt2", "llama"):
         text = "(supported: 'gpt2', a byte-level BPE, and 'llama', SentencePiece)"
-        raise meta.error("model", f" {shown(kind)} is not supported {text}. {_ELSE}")
+        raise meta.error("model", f"{shown(kind)} is not supported {text}. {_ELSE}")
     tokens = meta.texts("tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     for i, token in enumerate(tokens):
         if vocab[token] != i:
-            text = f": {shown(token)} is there twice, as {i} and {vocab[token]}"
+            text = f"{shown(token)} is there twice, as {i} and {vocab[token]}"
             raise meta.error("tokens", text)
     types = meta.one_each("token_type", len(tokens)) or [_NORMAL] * len(tokens)
     if kind == "llama":
@@ -130,33 +80,31 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 def starts_with_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether texts start with BOS where the file does not say, as in llama.cpp."""
-    meta = _Metadata(metadata, "")
-    pre = meta.get("pre", "default")
-    known = _PRE.get(pre) if isinstance(pre, str) else None
-    return meta.get("model") == "llama" or (known is not None and known.whole_words)
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    family = _PRE.get(pre, {}) if isinstance(pre, str) else {}
+    return metadata.get("tokenizer.ggml.model") == "llama" or bool(family.get("whole_words"))
 
 
 def _byte_level(meta: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     pre = meta.get("pre", "default")
     if not isinstance(pre, str) or pre not in _PRE:
         supported = f"(supported: {', '.join(SUPPORTED_PRE)})"
-        raise meta.error("pre", f" {shown(pre)} is not supported {supported}. {_ELSE}")
+        raise meta.error("pre", f"{shown(pre)} is not supported {supported}. {_ELSE}")
     family = _PRE[pre]
     merges: list[tuple[str, str]] = []
     for merge in meta.texts("merges"):
         left, space, right = merge.partition(" ")
         if not space:
-            raise meta.error("merges", f": {shown(merge)} is no pair")
+            raise meta.error("merges", f"{shown(merge)} is no pair")
         merges.append((left, right))
-    tokenizer = meta.bpe("merges", vocab=vocab, merges=merges, ignore_merges=family.whole_words)
-    if family.nfc:
+    whole_words = family.get("whole_words", False)
+    tokenizer = meta.bpe("merges", vocab=vocab, merges=merges, ignore_merges=whole_words)
+    if family.get("nfc"):
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in family.splits),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.gpt2),
-        ]
-    )
+    splits = (Regex(one.replace("\n", "")) for one in family["splits"])
+    steps = [pre_tokenizers.Split(one, behavior="isolated") for one in splits]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family.get("gpt2", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -165,13 +113,12 @@ def _sentencepiece(meta: _Metadata, vocab: dict[str, int], types: Sequence[Any])
     """SentencePiece's BPE: two neighbours merge where their sum is a piece, the best score first."""
     scores = meta.one_each("scores", len(vocab))
     if not scores or not all(isinstance(one, float) and math.isfinite(one) for one in scores):
-        text = f": {shown(scores)} is not one finite number for each of {len(vocab)} tokens"
+        text = f"{shown(scores)} is not one finite number for each of {len(vocab)} tokens"
         raise meta.error("scores", text)
     pieces = [token for token, i in vocab.items() if types[i] == _NORMAL and len(token) > 1]
     pieces.sort(key=lambda piece: -scores[vocab[piece]])
     merges = [pair for piece in pieces for pair in _splits(piece, vocab)]
-    if not isinstance(prefix := meta.get("add_space_prefix", True), bool):
-        raise meta.error("add_space_prefix", f": {shown(prefix)} is not true or false")
+    prefix = meta.flag("add_space_prefix", True)
     tokenizer = meta.bpe("tokens", vocab=vocab, merges=merges, byte_fallback=True)
     spaces = normalizers.Replace(" ", "▁")
     # As llama.cpp: also after each special token, but a text without letters stays empty.

@@ -26,7 +26,7 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 _BYTES = bytes | bytearray | memoryview
 MAX_IDS = 2**24
 """Longer than any context; a range may be longer than memory."""
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 _MASK64 = 2**64 - 1
 _LARGEST = sys.float_info.max
@@ -86,7 +86,10 @@ class InputProcessor:
         text, token_ids, cache_salt = self.read_prompt(prompt)
         max_tokens = self._room(len(token_ids), params.max_tokens)
         params = self._check_logprobs(params)
-        self._check_token_ids(params)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        if self._tokenizer is None and params.stop:
+            raise InvalidRequestError("stop", "stop strings need a tokenizer")
         bad_words = self._encode_bad_words(params)
         self._check_something_is_left(params, bad_words)
         if params.seed is not None:
@@ -122,11 +125,9 @@ class InputProcessor:
             prompt = {"prompt_token_ids": prompt}
         elif not isinstance(prompt, Mapping):
             raise InvalidRequestError("prompt", f"must be text, ids or a dict, not {shown(prompt)}")
-        for key in prompt.keys() - _PROMPT_KEYS:
+        for key in prompt.keys() - set(_PROMPT_KEYS):
             raise InvalidRequestError(str(key), "is not a part of a prompt that is supported")
-        text, given_ids, salt = (
-            prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt")
-        )
+        text, given_ids, salt = map(prompt.get, _PROMPT_KEYS)
         if salt is not None:
             _non_empty("cache_salt", salt)
         if text is not None:
@@ -169,12 +170,6 @@ class InputProcessor:
                 text = f"{shown(value)} a position is more than the {limit} this engine allows"
                 raise InvalidRequestError(field, text)
         return dataclasses.replace(params, **wanted)
-
-    def _check_token_ids(self, params: SamplingParams) -> None:
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            self._check_ids(name, getattr(params, name) or ())
-        if self._tokenizer is None and params.stop:
-            raise InvalidRequestError("stop", "stop strings need a tokenizer")
 
     def _check_ids(self, field: str, token_ids: Iterable[Any]) -> None:
         limit = self._vocab_size

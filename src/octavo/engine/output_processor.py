@@ -96,10 +96,10 @@ class ParentRequest:
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
         is_delta, is_finished = self.kind is RequestOutputKind.DELTA, self.num_running == 0
-        if self.kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+        if not (is_delta or is_finished) and self.kind is RequestOutputKind.FINAL_ONLY:
             return None
-        changed = [c for c in self.completions if c.changed]
-        if not changed:
+        told = [c for c in self.completions if c.changed]
+        if not told:
             return None
         scores = self.prompt_logprobs
         if scores is not None:
@@ -107,7 +107,7 @@ class ParentRequest:
                 scores = None  # a sibling was faster than the completion that scores it
             elif is_delta:
                 self.prompt_logprobs = None  # told once
-        outputs = [each.snapshot(is_delta) for each in (changed if is_delta else self.completions)]
+        outputs = [each.snapshot(is_delta) for each in (told if is_delta else self.completions)]
         return self._output(outputs, is_finished, scores)
 
     def failed_output(self, error: str) -> RequestOutput:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from octavo.config.fields import FieldReader
 from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
 from octavo.errors import InvalidRequestError, ModelLoadError, shown
 from octavo.weights.gguf import GGUFFile
@@ -47,10 +48,10 @@ class Tokenizer:
         """bos_token, eos_token, unk_token, pad_token as text, those that exist."""
         self.chat_template = chat_template
         """Jinja source, or None."""
-        self.bos_token_id = self.token_to_id(self.special_tokens_map.get("bos_token"))
-        self.eos_token_id = self.token_to_id(self.special_tokens_map.get("eos_token"))
-        for name, token_id in (("eos_token", self.eos_token_id), ("bos_token", self.bos_token_id)):
-            if token_id is None and name in self.special_tokens_map and (add_bos or name[0] == "e"):
+        ids = {name: backend.token_to_id(text) for name, text in self.special_tokens_map.items()}
+        self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
+        for name in ("eos_token", "bos_token") if add_bos else ("eos_token",):
+            if name in ids and ids[name] is None:
                 text = shown(self.special_tokens_map[name])
                 raise ModelLoadError(f"{source}: {name} {text} is not in the vocabulary")
         self._add_bos = add_bos and self.bos_token_id is not None
@@ -81,11 +82,11 @@ class Tokenizer:
                 if not is_id or (token := backend.id_to_token(token_id)) is None:
                     raise ModelLoadError(f"{path}: {key}: {shown(token_id)} is no token's id")
                 named[name] = token
-        key = "tokenizer.chat_template"
+        key, read = "tokenizer.chat_template", FieldReader(meta, str(path), ModelLoadError)
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", str(path), starts_with_bos(meta)),
+            add_bos=read.flag("tokenizer.ggml.add_bos_token", starts_with_bos(meta)),
             chat_template=_default_template(meta.get(key), f"{path}: {key}"),
             source=str(path),
         )
@@ -116,7 +117,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens_map=named,
-            add_bos=_flag(config, "add_bos_token", str(settings_file), False),
+            add_bos=FieldReader(config, str(settings_file), ModelLoadError).flag("add_bos_token"),
             chat_template=_default_template(template, where),
             source=str(folder),
         )
@@ -166,10 +167,6 @@ class Tokenizer:
         """Tokens that `encode` adds to a text's own, but for a BOS of `add_bos`."""
         return int(self.backend.num_special_tokens_to_add(False))
 
-    def token_to_id(self, token: str | None) -> int | None:
-        """The id of a vocabulary entry, or None."""
-        return None if token is None else self.backend.token_to_id(token)
-
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
@@ -218,13 +215,6 @@ def _decoding_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool, str]:
     if kinds == {"WordPiece"} and (prefix := state.get("prefix")):
         return False, True, str(prefix)
     raise ModelLoadError(f"tokenizer.json: decoder {state or None} is not supported")
-
-
-def _flag(config: Mapping[str, Any], key: str, where: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ModelLoadError(f"{where}: {key}: {shown(value)} is not true or false")
-    return default if value is None else value
 
 
 def _token_text(value: Any, where: str) -> str | None:

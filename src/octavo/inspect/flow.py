@@ -36,7 +36,10 @@ def loops(kernel: SassKernel) -> list[Loop]:
     the kernel, and that jumps back too. The target must dominate the branch.
     """
     after = edges(kernel)
-    before = _reversed(after)
+    before: list[list[int]] = [[] for _ in after]
+    for index, following in enumerate(after):
+        for other in following:
+            before[other].append(index)
     found: dict[int, tuple[int, set[int]]] = {}
     for index, step in enumerate(kernel.instructions):
         first = step.target
@@ -76,14 +79,6 @@ def _successors(step: Step, index: int, count: int) -> list[int]:
         # An indirect branch may go anywhere: give up on precision, not on safety.
         return list(range(count))
     return following
-
-
-def _reversed(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    before: list[list[int]] = [[] for _ in after]
-    for index, following in enumerate(after):
-        for other in following:
-            before[other].append(index)
-    return before
 
 
 def reachable(

@@ -19,15 +19,10 @@ from octavo.inspect.sass import GROUP_ORDER, MATH, TENSOR, Step, group_of
 from octavo.inspect.source_loops import SourceLoop, Unrolling, is_service, source_loops, unrolling
 
 _WIDTHS = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
-_SYNC = {
-    "BAR": "CTA barrier",
-    "SYNCS.EXCH": "mbarrier initialisation",
-    "SYNCS.ARRIVE": "mbarrier arrival",
-    "SYNCS.PHASECHK": "mbarrier wait",
-    "UCGABAR_WAIT": "cluster barrier",
-    "FENCE.VIEW.ASYNC": "proxy fence",
-    "MEMBAR": "memory fence",
-}
+_SYNC = (
+    *("BAR", "SYNCS.EXCH", "SYNCS.ARRIVE", "SYNCS.PHASECHK", "UCGABAR_WAIT"),
+    *("FENCE.VIEW.ASYNC", "MEMBAR"),
+)
 _ADDRESS = re.compile(r"\[(U?R\d+)(?:\.64)?(?:\+UR\d+)?(?:\+(-?0x[0-9a-f]+))?\]")
 _ARITHMETIC = ("FFMA", "HMMA", "HGMMA", "QGMMA")
 _LOADS = ("LDG", "LDS")
@@ -120,7 +115,7 @@ def _async_notes(assembly: Assembly) -> Iterator[Note]:
     ends = [sass.instructions[loop.last] for loop in assembly.sass_loops]
     if wrapped := [s for s in ends if s.starts("BRA.U.ANY")]:
         yield note("TMA", "tma_wrapped", wrapped, count=len(wrapped))
-    if counts := [(words, n) for prefix, words in _SYNC.items() if (n := sass.count(prefix))]:
+    if counts := {opcode: n for opcode in _SYNC if (n := sass.count(opcode))}:
         short = [loop.body for loop in assembly.sass_loops if len(loop.body) <= 12]
         waits = sum(any("PHASECHK" in sass.instructions[i].opcode for i in b) for b in short)
         yield note("Barriers", "sync", counts=counts, waits=waits)

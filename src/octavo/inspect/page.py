@@ -38,7 +38,7 @@ def style(**more: str) -> Iterator[None]:
     try:
         from matplotlib.style import context
     except ImportError as error:
-        raise KernelError("pictures need matplotlib: install octavo[kernels]") from error
+        raise KernelError("pictures need matplotlib: pip install -e '.[kernels]'") from error
     with context(["default", {**_STYLE, **more}]):
         yield
 

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.inspect import figures, report_data
 from octavo.inspect.asm import Assembly, Note
 from octavo.inspect.page import SERIES, render
-from octavo.inspect.report_data import Group, LadderRun
+from octavo.inspect.report_data import Group, LadderRun, requested_intensity
 from octavo.kernels.matmul.occupancy import occupancy
 from octavo.kernels.matmul.registry import rung
 from octavo.kernels.matmul.roofline import Roofline, peak_flops
@@ -42,7 +42,7 @@ def render_report(
         title=f"The matmul ladder on {gpu}",
         gpu=gpu,
         run=run,
-        levels=report_data.level_rows(device) if device else None,
+        found=device,
         power=report_data.power_lines(device) if device else None,
         access=figures.access_figure(device) if device else None,
         ladders={d: [_chart(run, group) for group in groups] for d, groups in present.items()},
@@ -75,12 +75,7 @@ def _roofline(run: LadderRun, groups: Sequence[Group], measured: Mapping[str, An
         slope = f"L2 by ordinary loads, {rate / 1e12:.1f} TB/s"
         roofs.append(("", slope, Roofline(peak_flops(run.device, "bf16"), rate), SERIES[3]))
     points = [
-        (
-            report_data.requested_intensity(one),
-            row.tflops,
-            f"{one.number:02d}",
-            _COLOURS[group.dtype],
-        )
+        (requested_intensity(one), row.tflops, f"{one.number:02d}", _COLOURS[group.dtype])
         for group in groups
         for row in group.rungs
         if (one := row.known) and row.ok

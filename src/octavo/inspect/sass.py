@@ -101,13 +101,13 @@ class SassKernel:
 
 
 def find_tool(name: str) -> Path:
-    """Path of "nvdisasm" or "cuobjdump" in NVIDIA's wheels. Raises KernelError if missing."""
+    """Path of "nvdisasm", say, in NVIDIA's wheels. Raises KernelError if missing."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob(f"*/bin/{name}")):
             if path.is_file():
                 return path
-    raise KernelError(f"{name} is missing: install octavo[dev] (the nvidia-cuda-{name} wheel)")
+    raise KernelError(f"{name} is missing: pip install -e '.[kernels]' (nvidia-cuda-{name})")
 
 
 def disassemble(cubin: bytes) -> dict[str, SassKernel]:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,19 +36,16 @@ def key_of(source: str, flags: tuple[str, ...], version: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def compile_cached(
-    source: str, *, name: str = "kernel.cu", arch: str = jit.ARCH, extra_flags: Sequence[str] = ()
-) -> Compiled:
+def compile_cached(source: str, *, name: str = "kernel.cu") -> Compiled:
     """`jit.compile_source` behind the disk cache. Raises KernelError as that does."""
     inlined = jit.inline_includes(source, name)
-    flags = jit.compile_flags(arch, extra_flags)
-    path = directory() / f"{key_of(inlined, flags, jit.nvrtc_version())}.kernel"
+    key = key_of(inlined, jit.compile_flags(), jit.nvrtc_version())
+    path = directory() / f"{key}.kernel"
     found = load(path, inlined)
-    if found is not None:
-        return found
-    compiled = jit.compile_source(source, name=name, arch=arch, extra_flags=extra_flags)
-    store(path, compiled)
-    return compiled
+    if found is None:
+        found = jit.compile_source(source, name=name)
+        store(path, found)
+    return found
 
 
 def store(path: Path, compiled: Compiled) -> None:

@@ -80,8 +80,7 @@ def load_library(cubin: bytes) -> c_void_p:
 
 def get_function(library: c_void_p, name: str, dynamic_smem: int) -> c_void_p:
     """The CUfunction of a kernel in the current context, allowed `dynamic_smem` bytes a CTA."""
-    kernel = c_void_p()
-    function = c_void_p()
+    kernel, function = c_void_p(), c_void_p()
     call("cuLibraryGetKernel", byref(kernel), library, name.encode())
     call("cuKernelGetFunction", byref(function), kernel)
     if dynamic_smem > 48 * 1024:
@@ -115,8 +114,7 @@ def max_active_clusters(config: LaunchConfig, function: c_void_p) -> int:
 
 def device_attribute(device: int, attribute: int) -> int:
     """A CUdevice_attribute by its number in cuda.h."""
-    value = c_int()
-    handle = c_int()
+    value, handle = c_int(), c_int()
     call("cuDeviceGet", byref(handle), c_int(device))
     call("cuDeviceGetAttribute", byref(value), c_int(attribute), handle)
     return value.value

@@ -136,10 +136,8 @@ def _nvrtc() -> Any:  # cuda.bindings ships no type stubs
 
         nvrtc.nvrtcVersion()
     except Exception as error:  # ImportError, or the bindings' own "library not found"
-        raise KernelError(
-            "the CUDA run-time compiler is missing: install octavo[gpu] "
-            f"(cuda-bindings and nvidia-cuda-nvrtc): {error}"
-        ) from error
+        missing = "the CUDA run-time compiler is missing: pip install -e '.[kernels]', or '.[gpu]'"
+        raise KernelError(f"{missing} ({error})") from error
     return nvrtc
 
 

@@ -37,7 +37,6 @@ class Kernel:
     entry: str
     name: str = "kernel.cu"
     dynamic_smem: int = 0
-    extra_flags: tuple[str, ...] = ()
     _functions: dict[int, c_void_p] = field(default_factory=dict, repr=False)
 
     def load(self, device: int) -> c_void_p:
@@ -51,7 +50,7 @@ class Kernel:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) != (9, 0):
             raise KernelError(f"{self.name}: needs compute capability 9.0, not {major}.{minor}")
-        compiled = cache.compile_cached(self.source, name=self.name, extra_flags=self.extra_flags)
+        compiled = cache.compile_cached(self.source, name=self.name)
         for warning in SERIALIZED_WGMMA:
             if warning in compiled.log:
                 raise KernelError(f"{self.name}: ptxas serialised wgmma ({warning})")

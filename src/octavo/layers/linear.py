@@ -1,7 +1,7 @@
 """Linear layers whose results do not depend on the number of rows, and the CPU way to run them.
 
 `Linear` owns weight and bias (several checkpoint tensors stacked along the output). How the product
-is computed is a `LinearKernel`, chosen by `finalize` after loading; design.md, "Canonical arithmetic".
+is computed is a `LinearKernel`, chosen by `finalize` after loading; docs/architecture.md says why.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Edits:
         """The work rows, (work rows, vocab) fp32, in the order of step 2 of Sampler.sample.
 
         logits: (rows, vocab), kept as they are. By the rows' places: table: settings; history: (n,
-        max_len) int32; num_tokens, num_prompt_tokens: (n,) ints. penalize: processors.penalize, or
+        max_len) int32; num_tokens, num_prompt_tokens: (n,) ints. penalize: the function below, or
         what equals it.
         """
         work = logits.index_select(0, self.touched).float()
@@ -115,3 +115,36 @@ def _mask_bad_words(
     values = torch.full_like(hit, torch.inf, dtype=work.dtype).masked_fill_(hit, -torch.inf)
     # Two words may end in the same token with only one of them hit: the smaller value wins.
     work.view(-1).scatter_reduce_(0, rows * vocab + last, values, reduce="amin")
+
+
+def penalize(
+    work: Tensor,
+    work_rows: Tensor,
+    places: Tensor,
+    table: Tensor,
+    history: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+) -> None:
+    """Penalise rows of work, (n, vocab) fp32, in place: the CPU sampler's, and the oracle of the GPU's.
+
+    work_rows, places: (rows,) int64, where each row is in work and in all that follows: table,
+    settings in float64; history: (m, max_len) int32; num_tokens, num_prompt_tokens: (m,) ints.
+    Logits of tokens that occur are divided by the repetition penalty where positive and multiplied
+    elsewhere; those of tokens of the output lose frequency for each occurrence, and presence once.
+    """
+    vocab, settings = work.shape[1], table[places].float()
+    end, prompt_end = num_tokens[places, None], num_prompt_tokens[places, None]
+    known = history[:, : int(end.max())].index_select(0, places)
+    columns = torch.arange(known.shape[1], device=work.device)
+    row, column = (columns < end).nonzero(as_tuple=True)
+    place, scale = (work_rows[row], known[row, column].long()), settings[row, Column.REPETITION]
+    values = work[place]
+    work[place] = torch.where(values > 0, values / scale, values * scale)  # repeats write the same
+
+    row, column = ((columns >= prompt_end) & (columns < end)).nonzero(as_tuple=True)
+    pairs, counts = torch.unique(row * vocab + known[row, column], return_counts=True)
+    row, token = pairs // vocab, pairs % vocab
+    frequency, presence = settings[row, Column.FREQUENCY], settings[row, Column.PRESENCE]
+    work[work_rows[row], token] -= frequency * counts
+    work[work_rows[row], token] -= presence

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from octavo.outputs import TokenLogprobs
 from octavo.sample.draw import Cuts, draw_cut, gumbel_argmax
-from octavo.sample.edits import Edits
+from octavo.sample.edits import Edits, penalize
 from octavo.sample.logprobs import first_max, score
-from octavo.sample.processors import penalize
 from octavo.sample.random import row_keys
 from octavo.sample.state import NO_TOKEN, Column, Feature, SamplingState
 

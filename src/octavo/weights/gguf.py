@@ -12,9 +12,9 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from octavo.config.model import ModelConfig
+from octavo.config.gguf_metadata import NAMES, hf_from_gguf
+from octavo.config.model import LoadFormat, ModelConfig
 from octavo.config.moe import MAX_EXPERTS
 from octavo.errors import ModelLoadError, shown
 
@@ -37,30 +38,6 @@ _MAX_VALUES = 2**24
 _MAX_ENTRIES = 2**20
 _MAX_THREADS = 4
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_MLP_PARTS = ("gate", "up", "down")
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
-    **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"ffn_{one}": f"mlp.{one}_proj" for one in _MLP_PARTS},
-    "ffn_gate_inp": "mlp.gate",
-    **{f"ffn_{one}_exps": f"mlp.experts.{{}}.{one}_proj" for one in _MLP_PARTS},
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in _MLP_PARTS},
-}
-# Gemma's norms stand elsewhere; see models.llama.
-_GEMMA_LAYER_NAMES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -221,17 +198,21 @@ class GGUFFile:
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(info.shape)
 
 
-def read_config(file: GGUFFile, load_format: Any, dtype: Any) -> ModelConfig:
-    """The file's ModelConfig; see ModelConfig.from_gguf."""
+def read_config(file: GGUFFile, load_format: LoadFormat, dtype: str) -> ModelConfig:
+    """The file's ModelConfig, by way of the same checks as that of a config.json."""
     types = {name: info.type.name for name, info in file.tensors.items()}
-    divisors: list[float] = []
-    if ROPE_FREQS in file.tensors:
-        if len(shape := file.tensors[ROPE_FREQS].shape) != 1:
-            raise ModelLoadError(f"{file.path}: {ROPE_FREQS} has shape {shape}, expected one row")
-        divisors = file.tensor(ROPE_FREQS).tolist()
-    return ModelConfig.from_gguf(
-        file.metadata, types, file.path, load_format, dtype, frequency_divisors=divisors
-    )
+    hf = hf_from_gguf(file.metadata, types, file.path)
+    config = ModelConfig.from_hf(hf, file.path, load_format, dtype)
+    if ROPE_FREQS not in file.tensors:
+        return config
+    shape, expected = file.tensors[ROPE_FREQS].shape, (config.head_dim // 2,)
+    if shape != expected:
+        text = f"{ROPE_FREQS} has shape {shape}, expected {expected}"
+        raise ModelLoadError(f"{file.path}: {text}")
+    divisors = tuple(file.tensor(ROPE_FREQS).tolist())
+    if not all(0 < value < math.inf for value in divisors):
+        raise ModelLoadError(f"{file.path}: {ROPE_FREQS}: not all positive and finite")
+    return replace(config, rope=replace(config.rope, frequency_divisors=divisors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +229,9 @@ class Weight:
 def weights(file: GGUFFile) -> Iterator[Weight]:
     """All weights. One whose name is not known keeps it, so that the loader can complain about it."""
     is_gemma = file.metadata.get("general.architecture") == "gemma3"
-    layer_names = _LAYER_NAMES | _GEMMA_LAYER_NAMES if is_gemma else _LAYER_NAMES
+    layer_names = NAMES["layer_tensors"] | (NAMES["gemma3_layer_tensors"] if is_gemma else {})
     for stored, info in file.tensors.items():
-        name, shape = hf_name(stored, layer_names), info.shape
+        name, shape = _hf_name(stored, layer_names), info.shape
         if "_exps." in stored and len(shape) == 3 and shape[0] <= MAX_EXPERTS:
             for expert in range(shape[0]):
                 yield Weight(name.replace("{}", str(expert)), shape[1:], stored, expert)
@@ -263,7 +244,7 @@ def weights(file: GGUFFile) -> Iterator[Weight]:
 def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
 
-    A few threads dequantise ahead of the caller.
+    A few threads dequantise ahead of the caller: at most _MAX_THREADS + 1 tensors wait.
     """
 
     def read(weight: Weight) -> tuple[str, torch.Tensor]:
@@ -278,17 +259,10 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
             tensor = tensor.float() - 1.0  # the file has what is multiplied by
         return weight.name, tensor.view(weight.shape)
 
-    return _ahead(read, list(weights(file)))
-
-
-def _ahead(
-    read: Callable[[Weight], tuple[str, torch.Tensor]], weights: Sequence[Weight]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """read(weight) of all weights in order; at most _MAX_THREADS + 1 results wait."""
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "gguf") as pool:
         waiting: deque[Future[tuple[str, torch.Tensor]]] = deque()
-        for weight in weights:
+        for weight in weights(file):
             waiting.append(pool.submit(read, weight))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
@@ -296,11 +270,11 @@ def _ahead(
             yield waiting.popleft().result()
 
 
-def hf_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names unchanged."""
     stem, _, kind = name.rpartition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{kind}"
+    if stem in NAMES["tensors"]:
+        return f"{NAMES['tensors'][stem]}.{kind}"
     pieces = stem.split(".", 2)
     if len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in layer_names:
         return f"model.layers.{pieces[1]}.{layer_names[pieces[2]]}.{kind}"

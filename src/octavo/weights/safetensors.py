@@ -18,45 +18,35 @@ SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 256 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint. Raises ModelLoadError naming the file."""
-    content = parse_json(path)
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: not a JSON object")
-    return content
-
-
-def parse_json(path: Path) -> Any:
-    """Whatever JSON a file of a checkpoint holds. Raises ModelLoadError naming the file."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object, or list, in a file of a checkpoint. Raises ModelLoadError naming the file."""
     try:
         if not path.is_file():
             raise ModelLoadError(f"{path}: no such file")
         if (size := path.stat().st_size) > _MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {size} bytes are more than {_MAX_JSON_BYTES}")
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path}: unreadable ({error})") from error
     except RecursionError:
         raise ModelLoadError(f"{path}: unreadable (nested too deeply)") from None
+    if not isinstance(content, kind):
+        raise ModelLoadError(f"{path}: not a JSON {'object' if kind is dict else 'list'}")
+    return content
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint, memory-mapped.
 
     Raises ModelLoadError naming the shard that is missing, unreadable or truncated, or the tensor
-    that is missing from it, not in the index, or there twice.
+    that is missing from it or that the index does not place there: none is there twice.
     """
-    shards = _shards(folder)
-    seen: dict[str, str] = {}
-    for shard, expected in shards.items():
+    for shard, expected in _shards(folder).items():
         with _open(folder / shard) as file:
             names = set(file.keys())
             if expected is not None and names != expected:
                 raise ModelLoadError(f"{folder / shard}: {_difference(expected, names)}")
             for name in sorted(names):
-                if name in seen:
-                    raise ModelLoadError(f"{folder}: {name} is in {seen[name]} and in {shard}")
-                seen[name] = shard
                 try:
                     tensor = file.get_tensor(name)
                 except Exception as error:  # the library raises its own, and torch's

@@ -56,5 +56,5 @@ def _gpu_problem() -> str | None:
         found = ".".join(map(str, capability))
         return f"{torch.cuda.get_device_name()} has compute capability {found}; 9.0 is the least"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install octavo[gpu]"
+        return "Triton is not installed: pip install -e '.[gpu]'"
     return None

@@ -213,7 +213,7 @@ def _peak_bytes(run: Callable[[], None]) -> int:
     # Loading weights may have peaked higher: ask Linux to forget that. Where it is not allowed the
     # old peak counts, which is on the safe side.
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
     before = _status_bytes("VmRSS")
     run()
     return max(0, _status_bytes("VmHWM") - before)
@@ -224,4 +224,4 @@ def _status_bytes(name: str) -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
-    return int(status.read_text().split(f"{name}:")[1].split()[0]) * 1024
+    return int(status.read_text("utf-8", "replace").split(f"{name}:")[1].split()[0]) * 1024

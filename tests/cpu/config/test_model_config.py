@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.config.engine import EngineArgs
+from octavo.config.gguf_metadata import hf_from_gguf
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.models.registry import weight_map
@@ -109,6 +110,11 @@ GGUF = {
 }
 
 
+def read_gguf(**changes: object) -> ModelConfig:
+    hf = hf_from_gguf({**GGUF, **changes}, {}, Path("x"))
+    return ModelConfig.from_hf(hf, Path("x"), "gguf")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -121,10 +127,10 @@ GGUF = {
     ],
 )
 def test_bad_gguf_metadata_is_named(key: str, value: object) -> None:
-    ModelConfig.from_gguf(GGUF, {}, Path("x"))
+    read_gguf()
     field = {"tokenizer.ggml.eos_token_id": "eos_token_id", "llama.rope.scaling.type": "kind"}
     with pytest.raises((ConfigError, ModelLoadError), match=field.get(key, key)):
-        ModelConfig.from_gguf({**GGUF, key: value}, {}, Path("x"))
+        read_gguf(**{key: value})
 
 
 def test_yarn_in_gguf_metadata() -> None:
@@ -137,19 +143,12 @@ def test_yarn_in_gguf_metadata() -> None:
         f"{prefix}finetuned": True,
         f"{prefix}yarn_beta_fast": 16.0,
     }
-    config = ModelConfig.from_gguf({**GGUF, **said}, {}, Path("x"))
+    config = read_gguf(**said)
     hf = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 16.0}
     assert config.rope == read(rope_scaling=hf).rope
     assert config.max_position_embeddings == 32
     with pytest.raises(ModelLoadError, match="yarn_log_multiplier"):
-        ModelConfig.from_gguf({**GGUF, **said, f"{prefix}yarn_log_multiplier": 0.1}, {}, Path("x"))
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_bad_frequency_divisors_are_named(bad: float) -> None:
-    divisors = [1.0] * 7 + [bad]
-    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight: not all positive"):
-        ModelConfig.from_gguf(GGUF, {}, Path("x"), frequency_divisors=divisors)
+        read_gguf(**said, **{f"{prefix}yarn_log_multiplier": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -374,7 +373,7 @@ def test_eos_tokens_are_one_or_several(tmp_path: Path) -> None:
 
 
 def test_sizes_of_smollm2(smollm2_path: Path) -> None:
-    """The numbers of models-notes.md, and FLOPs counted by hand."""
+    """The published numbers, and FLOPs counted by hand."""
     config = load_model_config(EngineArgs(str(smollm2_path)))
     assert config.dtype == "bfloat16"
     assert config.num_parameters() == 134_515_008

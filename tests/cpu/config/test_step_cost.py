@@ -115,8 +115,8 @@ def test_llama3_8b_weights_are_15_gb_and_take_3_49_ms() -> None:
 
 
 def test_qwen3_0_6b_prefill_by_hand() -> None:
-    """Two prompts of 1000 in one step, and one token a prompt sampled from fp32 logits."""
-    ops = by_name(step_operations(model(QWEN3_0_6B), [(1000, 1000)] * 2, 2, logits_bytes=4))
+    """Two prompts of 1000 in one step, and one token a prompt sampled."""
+    ops = by_name(step_operations(model(QWEN3_0_6B), [(1000, 1000)] * 2, 2))
     assert ops["attention"].flops == 28 * 4 * 2048 * (2 * 500_500)
     # 2 x 28 x 8 x 128 numbers of 2 bytes a key; query and result of 2048.
     assert ops["attention"].kv_bytes == 2000 * 114_688
@@ -124,8 +124,8 @@ def test_qwen3_0_6b_prefill_by_hand() -> None:
     assert ops["qkv_proj"].flops == 28 * 2 * 2000 * 4096 * 1024
     assert ops["o_proj"].weight_bytes == 28 * 2048 * 1024 * 2
     assert ops["rope_and_cache"].weight_bytes == 28 * 2 * 128 * 2
-    assert ops["lm_head"].other_bytes == 2 * (1024 * 2 + 151936 * 4)
-    assert ops["sample"].bytes == 2 * 151936 * 4
+    assert ops["lm_head"].other_bytes == 2 * (1024 * 2 + 151936 * 2)
+    assert ops["sample"].bytes == 2 * 151936 * 2
     # 2000 rows make the products compute-bound, and leave element-wise work memory-bound.
     assert ops["gate_up_proj"].ceiling_s(MACHINE) == ops["gate_up_proj"].flops / 790e12
     assert ops["silu_and_mul"].ceiling_s(MACHINE) == ops["silu_and_mul"].bytes / 4.3e12

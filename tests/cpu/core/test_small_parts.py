@@ -10,7 +10,7 @@ from octavo.config.engine import SchedulerConfig
 from octavo.config.kv_cache import KVCacheLayout
 from octavo.core.admission import check_can_ever_run
 from octavo.core.block_pool import BlockPool
-from octavo.core.inflight import InflightSteps, LaunchedRequest
+from octavo.core.inflight import InflightSteps
 from octavo.core.preemption import choose_victim
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_queue import RequestQueue
@@ -150,8 +150,8 @@ def test_blocks_return_with_the_last_step_launched_when_they_were_freed() -> Non
     pool = BlockPool(10)
     steps = InflightSteps(pool.free)
     request = Request(make_request("r"))
-    first = steps.launch([LaunchedRequest(request, 0, 5, 1)])
-    second = steps.launch([LaunchedRequest(request, 0, 1, 1)])
+    first = steps.launch([(request, 0, 5, 1)])
+    second = steps.launch([(request, 0, 1, 1)])
     assert (first, second) == (1, 2)
     assert (request.num_inflight_tokens, request.num_inflight_samples) == (6, 2)
     steps.free(pool.allocate(3))

@@ -54,7 +54,7 @@ def byte_tokenizer(words: Sequence[str] = (), chat_template: str | None = None) 
 
 def token(tokenizer: Tokenizer, text: str) -> int:
     """The one token that spells `text`."""
-    token_id = tokenizer.token_to_id(spell(text.encode()))
+    token_id = tokenizer.backend.token_to_id(spell(text.encode()))
     assert token_id is not None
     return token_id
 

@@ -123,7 +123,7 @@ def test_a_complete_prompt_leaves_nothing_behind():
 
 
 def test_special_tokens_are_skipped_unless_asked_for():
-    end = TINY.token_to_id(SPECIALS[1])
+    end = TINY.backend.token_to_id(SPECIALS[1])
     ids = [ord("a"), end, ord("b")]
     assert stream(TINY, [ids], SamplingParams())[1].text == "ab"
     assert stream(TINY, [ids], SamplingParams(skip_special_tokens=False))[1].text == "a<|end|>b"

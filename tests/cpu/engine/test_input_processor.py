@@ -267,7 +267,10 @@ def test_eos_comes_from_model_and_tokenizer_unless_ignored():
 
 
 def test_special_tokens_in_text_are_tokens():
-    assert request("a" + SPECIALS[2]).prompt_token_ids == [ord("a"), TINY.token_to_id(SPECIALS[2])]
+    assert request("a" + SPECIALS[2]).prompt_token_ids == [
+        ord("a"),
+        TINY.backend.token_to_id(SPECIALS[2]),
+    ]
 
 
 def test_priority_needs_the_priority_policy():

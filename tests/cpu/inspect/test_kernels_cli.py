@@ -27,7 +27,7 @@ def test_list_names_every_rung(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     for one in RUNGS:
         assert f"{one.name} " in out
-        assert one.idea in out
+        assert one.header["Idea"] in out
 
 
 @pytest.mark.parametrize("action", ["bench", "device"])
@@ -243,4 +243,4 @@ def test_only_pictures_need_matplotlib(
     assert "FFMA" in page.read_text()
     status, _, err = call(capsys, "report", "--figures", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
-    assert "install octavo[kernels]" in err
+    assert "pip install -e '.[kernels]'" in err

@@ -283,7 +283,7 @@ def test_the_report_shows_every_rung_and_the_best_speed(tmp_path: Path) -> None:
     for one in RUNGS:
         if one.kind == "matmul":
             assert one.name in words
-            assert one.idea in words
+            assert one.header["Idea"] in words
     assert "819" in words  # 1.05 x 780, the best bf16 rung
     assert "1.050 x cuBLAS" in words
     assert "3.8 times" in words

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.problems import make_problem
 from tests.gpu.ragged import ragged_shapes
 
 from octavo.bench import correctness, provenance, timer
@@ -20,7 +21,7 @@ SHAPE = (37, 48, 64)
 def solved(which: Rung) -> Problem:
     """A right answer on the CPU, in guarded buffers."""
     m, n, k = SHAPE
-    problem = correctness.make_problem(which, m, n, k, seed=3, device="cpu")
+    problem = make_problem(which, m, n, k, seed=3, device="cpu")
     problem.poison()
     exact, _ = correctness.oracle(which, problem)
     problem.out.copy_(exact.to(problem.out.dtype))
@@ -81,7 +82,7 @@ def test_small_error_everywhere_fails(which: Rung) -> None:
 
 
 def test_inputs_sit_in_nan_and_bf16_rows_have_guards() -> None:
-    problem = correctness.make_problem(rung(12), *SHAPE, seed=0, device="cpu")
+    problem = make_problem(rung(12), *SHAPE, seed=0, device="cpu")
     assert problem.a.stride(0) > problem.a.shape[1]
     beside = torch.as_strided(
         problem.a, (37,), (problem.a.stride(0),), problem.a.storage_offset() + 64

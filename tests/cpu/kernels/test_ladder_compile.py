@@ -156,6 +156,20 @@ def test_stmatrix_replaces_plain_stores(rung: Rung) -> None:
     assert not sass(rung).count("STS")
 
 
+def test_the_lean_loop_is_lean() -> None:
+    """Instructions of the main loop, the one with four K blocks in a trip."""
+    loops: dict[int, int] = {}
+    for rung in RUNGS[21:]:
+        steps = sass(rung).instructions
+        for end, step in enumerate(steps):
+            if step.root == "BRA" and step.target is not None and step.target < end:
+                trip = [s.root for s in steps[step.target : end + 1]]
+                if trip.count("HGMMA") == 16:
+                    loops[rung.number] = min(loops.get(rung.number, len(trip)), len(trip))
+    assert loops[21] > 250
+    assert loops[22] < 170
+
+
 def test_only_the_dependent_launch_rungs_ask_for_it() -> None:
     for rung in BF16:
         programmatic = bool(rung.constants.get("PROGRAMMATIC", 0))

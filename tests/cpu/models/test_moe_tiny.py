@@ -225,7 +225,7 @@ def test_sizes_of_real_models(
     shown = describe(config, DeviceFacts("cpu", "some machine", 2, 2**30))
     assert shown["parameters"] == f"{total:,}"
     assert shown["active_parameters"] == f"{active:,} for each token"
-    norms = config.num_layers * config.num_norm_parameters() + config.hidden_size
+    norms = config.num_layer_parameters()[1] + config.hidden_size
     embedding = config.vocab_size * config.hidden_size
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     assert config.flops_per_token(1) == 2 * (active - norms - embedding) + attention

@@ -163,6 +163,7 @@ def test_errors_are_one_line_and_status_2(
         (["chat", "demo", "--logprobs", "1"], "--logprobs"),
         (["chat", "demo", "--prompt-logprobs", "1"], "--prompt-logprobs"),
         (["chat", "demo", "-n", "2"], "-n"),
+        (["chat", "demo", "--n", "2"], "--n"),
     ],
 )
 def test_options_without_effect_are_refused(

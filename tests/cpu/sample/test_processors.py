@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.sample.edits import Edits
-from octavo.sample.processors import penalize
+from octavo.sample.edits import Edits, penalize
 from octavo.sample.state import Column, SamplingState
 from tests.cpu.sample.helpers import EOS, request
 

@@ -242,7 +242,7 @@ def test_a_step_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         draw_step(tmp_path / "step.nonsense", found.steps[0], rows, "a step")
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.style"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(KernelError, match=r"pictures need matplotlib: install octavo\[kernels\]"):
+    with pytest.raises(KernelError, match=r"matplotlib: pip install -e '\.\[kernels\]'"):
         draw_step(tmp_path / "step.png", found.steps[0], rows, "a step")
 
 

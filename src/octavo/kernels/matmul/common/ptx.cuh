@@ -178,6 +178,12 @@ DEVICE uint32 pack_bf16x2(float low, float high) {
   return packed;
 }
 
+// The same value, in a form that ptxas trusts to be the same in all lanes: it may live in a uniform
+// register, where wgmma reads its descriptors, and be computed with once a warp.
+DEVICE uint32 uniform_word(uint32 value) {
+  return __shfl_sync(0xFFFFFFFF, value, 0);
+}
+
 DEVICE void store_shared(void* address, uint32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_address(address)), "r"(value) : "memory");
 }

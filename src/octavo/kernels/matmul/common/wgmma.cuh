@@ -98,3 +98,21 @@ DEVICE void wgmma_stage(float (&d)[N / 2], const bf16* a, const bf16* b, int acc
                  step == 0 ? accumulate : 1);
   }
 }
+
+// A descriptor's low word: address and leading offset. The high word is the same for every tile.
+DEVICE uint32 descriptor_low(const bf16* tile) {
+  return (uint32)wgmma_descriptor(tile);
+}
+
+// wgmma_stage from uniform low words: the k16 steps are added in the uniform unit, where otherwise
+// four words an instruction are computed in all 32 lanes and moved there.
+template <int N>
+DEVICE void wgmma_stage_uniform(float (&d)[N / 2], uint32 low_a, uint32 low_b, int accumulate) {
+  constexpr uint64 HIGH = 64ull << 32 | 1ull << 62;
+#pragma unroll
+  for (uint32 step = 0; step < 4; ++step) {
+    const uint32 further = step * (uint32)DESCRIPTOR_K16;
+    wgmma_k16<N>(d, HIGH | (low_a + further), HIGH | (low_b + further),
+                 step == 0 ? accumulate : 1);
+  }
+}

@@ -8,7 +8,7 @@
 //            the L2: 5.7 GB come from memory where rung 10 reads 1.6, and 57% instead of 83% of the L2
 //            reads hit (ncu). That is why this rung loses to rung 10 at 8192^3; rung 13's order mends it.
 // Predicted: 500 TFLOP/s (498 was reported on an H100): loads overlap the multiplication.
-// Measured:  631 TFLOP/s at 4096^3, 579 TFLOP/s at 8192^3; 0.78, 0.71 x cuBLAS, cool; H200, a3c9891.
+// Measured:  634 TFLOP/s at 4096^3, 572 TFLOP/s at 8192^3; 0.80, 0.72 x cuBLAS, cool; H200, eacba70.
 // PTX:       mbarrier phases and parity, wgmma.wait_group.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

@@ -8,7 +8,7 @@
 //            round would have had its power better spent on the clock of the others.
 // Limiter:   Barrier traffic: 257 + 256 arrivals a stage, all on one shared-memory word each.
 // Predicted: 660 TFLOP/s (reported on an H100).
-// Measured:  672 TFLOP/s at 4096^3, 713 TFLOP/s at 8192^3; 0.83, 0.88 x cuBLAS, cool; H200, a3c9891.
+// Measured:  661 TFLOP/s at 4096^3, 698 TFLOP/s at 8192^3; 0.83, 0.88 x cuBLAS, cool; H200, eacba70.
 // PTX:       none new.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

@@ -8,7 +8,7 @@
 //            tensor cores are active 92.6% of the cycles instead of 93.1% (ncu). It pays where power or
 //            memory limits, at 8192^3 and under load. Then: zeroing, waiting, partial-sector stores.
 // Predicted: 734 TFLOP/s (reported on an H100): a third less L2 traffic.
-// Measured:  732 TFLOP/s at 4096^3, 793 TFLOP/s at 8192^3; 0.90, 0.98 x cuBLAS, cool; H200, a3c9891.
+// Measured:  723 TFLOP/s at 4096^3, 777 TFLOP/s at 8192^3; 0.91, 0.98 x cuBLAS, cool; H200, eacba70.
 // PTX:       cp.async.bulk.tensor .multicast::cluster, barrier.cluster, remote mbarrier.arrive.
 #include "common/cluster.cuh"
 

@@ -7,7 +7,7 @@
 //            also leave room for a fourth stage.
 // Limiter:   Power: tensor cores are active 99.1% of the cycles (ncu), at the clock that 700 W allow.
 // Predicted: 1% over rung 19: about 2,000 idle cycles less for each of a CTA's tiles.
-// Measured:  820 TFLOP/s at 4096^3, 832 TFLOP/s at 8192^3; 1.01, 1.03 x cuBLAS, cool; H200, a3c9891.
+// Measured:  803 TFLOP/s at 4096^3, 814 TFLOP/s at 8192^3; 1.01, 1.03 x cuBLAS, cool; H200, eacba70.
 // PTX:       cp.async.bulk.wait_group.read with one group pending.
 #include "common/cluster.cuh"
 
