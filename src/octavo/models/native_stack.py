@@ -56,6 +56,9 @@ class NativeStack:
     ) -> None:
         """layers: `DecoderLayer`s whose backends are NativeAttention; group_of: each one's KV group."""
         self._config, self._kernels, self._layers = config, kernels, layers
+        self._scale = layers[0].self_attn.scale
+        mlps = [layer.mlp for layer in layers]
+        self._sparse = [mlp if isinstance(mlp, MixtureOfExperts) else None for mlp in mlps]
         described = [_describe(layer, group) for layer, group in zip(layers, group_of, strict=True)]
         self._described = (_Layer * len(layers))(*described)
         self._widths = (
@@ -70,33 +73,32 @@ class NativeStack:
 
         Returns the last layer's output and the residual that it is not yet added to.
         """
-        config, common, layers = self._config, steps[0].common, self._layers
+        config, common = self._config, steps[0].common
         tokens = len(embedded)
         x, normed = torch.empty_like(embedded), torch.empty_like(embedded)
         wide, narrow = (embedded.new_empty(tokens, width) for width in self._widths)
-        caches = (P * len(layers))(*[cache.data_ptr() for cache in kv_caches])
+        caches = (P * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
         block_size = kv_caches[0].shape[-1] // config.head_dim
         shape = _Shape(config.num_heads, config.num_kv_heads, config.head_dim, block_size)
         batch = _Batch(
             *(tokens, len(common.seq_lens), config.hidden_size, config.gelu),
             *(config.norm_unit_offset, torch.get_num_threads()),
             *(common.query_start_loc.data_ptr(), common.seq_lens.data_ptr()),
-            *(config.rms_norm_eps, layers[0].self_attn.scale),
+            *(config.rms_norm_eps, self._scale),
         )
         slots = [step.common.slot_mapping.contiguous() for step in steps]
         tables = [step.common.block_tables.contiguous() for step in steps]
         shared = (_Step * len(steps))(*map(_step, steps, slots, tables))
         buffers = (P * 3)(normed.data_ptr(), wide.data_ptr(), narrow.data_ptr())
         first = 0
-        for last, layer in enumerate(layers, 1):
-            sparse = isinstance(layer.mlp, MixtureOfExperts)
-            if sparse or last == len(layers):
+        for last, sparse in enumerate(self._sparse, 1):
+            if sparse or last == len(kv_caches):
                 rows = (x.data_ptr(), embedded.data_ptr(), buffers)
                 step = (caches, shared, ctypes.byref(shape), ctypes.byref(batch))
                 self._kernels.run_layers(*rows, self._described, first, last, *step)
                 first = last
             if sparse:
-                x = layer.mlp(normed, slots[0])
+                x = sparse(normed, slots[0])
         return x, embedded
 
 
