@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.cpu import native_ops
 from tests.cpu.models.helpers import load, reference
-from tests.cpu.native_ops import PagedAttention, kernels
+from tests.cpu.native_ops import PagedAttention, kernels, needs_kernels
 from tests.cpu.paged import assert_close, assert_same_bits, common_metadata
 
 from octavo.attention.native import NativeAttention
@@ -26,6 +26,8 @@ from octavo.kernels.triton.activation import reference_silu_and_mul
 from octavo.kernels.triton.norm import reference_rms_norm
 from octavo.layers.linear import NativeLinear, TiledLinear, cpu_linear
 from octavo.layers.rotary import RotaryEmbedding
+
+pytestmark = needs_kernels
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

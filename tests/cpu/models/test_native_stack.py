@@ -11,7 +11,10 @@ import torch
 from octavo.attention.native import NativeAttention
 from octavo.kernels.cpu.native import cpu_kernels
 from tests.cpu.models.helpers import check_chunks, check_logits, load, reference
+from tests.cpu.native_ops import needs_kernels
 from tests.cpu.paged import assert_close, assert_same_bits
+
+pytestmark = needs_kernels
 
 # head_dim 32 and widths that are multiples of 32: what our kernels take.
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48, "sliding_window": 40}
