@@ -25,7 +25,7 @@ class NativeAttention:
         self.window = sliding_window or _ALL_KEYS
 
     def kv_cache_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
-        """(num_blocks, K or V, num_kv_heads, block): K as (head_dim, block_size), V transposed."""
+        """(num_blocks, 2, num_kv_heads, numbers): K as (head_dim, block_size), V the other way round."""
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size * spec.head_dim)
 
     def build_metadata(self, common: CommonAttentionMetadata) -> None:
@@ -40,7 +40,8 @@ def make_cpu_attention(
 ) -> AttentionPlanner:
     """Decides how a decoder runs: all its layers by our kernels if these can do each part, or torch."""
     kernels = cpu_kernels(dtype)
-    widths = (config.hidden_size, config.head_dim, config.intermediate_size)
+    all_sparse = all(map(config.is_sparse, range(config.num_layers)))
+    widths = (config.hidden_size, config.head_dim, 0 if all_sparse else config.intermediate_size)
     if kernels is None or block_size % LANES or any(width % DEPTH for width in widths):
         spec = config.kv_cache_spec(block_size)
         return ReferenceAttention(config.num_heads, spec, sliding_window)

@@ -56,8 +56,11 @@ def store(path: Path, compiled: Compiled) -> None:
     replace(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching."""
+def replace(path: Path, data: bytes) -> bool:
+    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching.
+
+    True if it was written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -70,6 +73,8 @@ def replace(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         logger.warning("kernel cache: cannot write %s: %s", path, error)
+        return False
+    return True
 
 
 def load(path: Path, source: str) -> Compiled | None:

@@ -135,6 +135,8 @@ class NativeLinear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         assert out is None, "the CPU has no graphs to write for"
+        packed = self._alive[0]
+        assert (x.dtype, x.shape[1:]) == (packed.dtype, packed.shape[1:])
         return self._kernels.linear(x, self.matrix)
 
 

@@ -80,14 +80,17 @@ class NativeStack:
         caches = (P * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
         block_size = kv_caches[0].shape[-1] // config.head_dim
         shape = _Shape(config.num_heads, config.num_kv_heads, config.head_dim, block_size)
+        starts, lens = common.query_start_loc.contiguous(), common.seq_lens.contiguous()
         batch = _Batch(
             *(tokens, len(common.seq_lens), config.hidden_size, config.gelu),
             *(config.norm_unit_offset, torch.get_num_threads()),
-            *(common.query_start_loc.data_ptr(), common.seq_lens.data_ptr()),
+            *(starts.data_ptr(), lens.data_ptr()),
             *(config.rms_norm_eps, self._scale),
         )
         slots = [step.common.slot_mapping.contiguous() for step in steps]
         tables = [step.common.block_tables.contiguous() for step in steps]
+        assert {each.dtype for each in (starts, lens, *tables)} == {torch.int32}
+        assert {each.dtype for each in slots} == {torch.int64}
         shared = (_Step * len(steps))(*map(_step, steps, slots, tables))
         buffers = (P * 3)(normed.data_ptr(), wide.data_ptr(), narrow.data_ptr())
         first = 0
@@ -109,9 +112,10 @@ def _describe(layer: Any, group: int) -> _Layer:
         *(layer.post_attention_layernorm, layer.mlp_out_norm, attention.q_norm, attention.k_norm),
     )
     products = [_matrix(attention.qkv_proj), _matrix(attention.o_proj)]
-    if not isinstance(mlp, MixtureOfExperts):  # else the last two have no weights
+    if not isinstance(mlp, MixtureOfExperts):
         products += [_matrix(mlp.gate_up_proj), _matrix(mlp.down_proj)]
-    else:
+    else:  # run by torch: the last two products have no weights
+        assert layer.mlp_out_norm is None, "nothing would apply it"
         products += [Matrix(), Matrix()]
     return _Layer(*map(_weight, norms), *products, attention.backend.window, group)
 

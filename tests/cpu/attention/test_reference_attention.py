@@ -202,6 +202,15 @@ def test_splits_before_the_window_are_skipped() -> None:
     assert_same_bits(fixture.step({0: 1})[0], clean.step({0: 1})[0])
 
 
+def test_many_keys_cost_no_digits() -> None:
+    """A mean of 3,000 equal values: one chain of additions over all of them would be 3e-5 off."""
+    fixture = Fixture((3000,))
+    fixture.q[0].zero_()
+    fixture.v[0].fill_(0.1)
+    got = fixture.run(0, [1500, 1499, 1])
+    assert_close(got, torch.full_like(got, 0.1).double(), 3e-6)
+
+
 def test_stale_nan_in_unowned_slots_reaches_nothing() -> None:
     """Every slot that no token of these requests has written is NaN, also in their own blocks."""
     lengths = (20, 300, 1)

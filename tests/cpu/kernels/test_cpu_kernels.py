@@ -256,11 +256,34 @@ def test_a_compiler_that_fails_is_a_warning(
     assert not fresh.exists()
 
 
+def test_a_compiler_that_speaks_no_utf8_is_a_warning(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gcc").write_text("#!/bin/sh\nprintf 'n\\303o' >&2\nexit 1\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cpu_kernels(torch.float32) is None
+    assert "gcc --version: n" in caplog.text
+
+
+def test_without_a_home_directory_torch_serves(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native, "directory", homeless)
+    assert cpu_kernels(torch.float32) is None
+    assert "home directory" in caplog.text
+
+
 def test_compiled_once_and_again_where_the_file_is_broken(fresh: Path) -> None:
     """A truncated or foreign library is never loaded: the loader could crash on it."""
     assert cpu_kernels(torch.float32) is not None
     [library] = fresh.iterdir()
     whole, made = library.read_bytes(), library.stat().st_mtime_ns
+    # The first start loads what the next one will: else a file system could run one and not the other.
+    assert str(library) in Path("/proc/self/maps").read_text()
     cpu_kernels.cache_clear()
     assert cpu_kernels(torch.float32) is not None
     assert library.stat().st_mtime_ns == made

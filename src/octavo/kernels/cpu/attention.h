@@ -62,18 +62,15 @@ void rotate_and_write(elem *qkv, const float *cos, const float *sin, const elem 
 #define GROUPS (TILE / LANES)
 #define ROWS 4         // query rows worked on at once
 #define ITEM_ROWS 64   // query rows of a work item, at most (or one token's)
-#define HIDDEN -1e38f
-#define FLOOR -1e30f   // above what is hidden, below every score
+#define FLOOR -3e38f   // below every score
 
-// out[ROWS][columns of 16 * width] += weights[ROWS][keys] V, one chain of additions over the keys.
+// out[ROWS][columns of 16 * width] = out * decay + weights[ROWS][keys] V: a chain of additions over the
+// tile's keys, added to what is there. One chain over all keys would lose bits with their number.
 #define ADD_VALUES(width)                                                                   \
     static __attribute__((noinline)) void add_values_##width(                              \
         float *out, long dim, const float *weights, const elem *const *values,              \
         const elem *const *coming, int keys, vf decay) {                                    \
-        vf acc[ROWS][width];                                                                \
-        for (int r = 0; r < ROWS; r++)                                                      \
-            for (int c = 0; c < width; c++)                                                 \
-                acc[r][c] = load_float(out + r * dim + c * LANES) * decay[r];               \
+        vf acc[ROWS][width] = {};                                                           \
         for (int key = 0; key < keys; key++) {                                              \
             const elem *row = values[key / LANES] + key % LANES * dim;                      \
             const char *later = (const char *)(coming[key / LANES] + key % LANES * dim);    \
@@ -85,8 +82,11 @@ void rotate_and_write(elem *qkv, const float *cos, const float *sin, const elem 
                 for (int c = 0; c < width; c++) acc[r][c] += v[c] * weights[r * TILE + key]; \
         }                                                                                   \
         for (int r = 0; r < ROWS; r++)                                                      \
-            for (int c = 0; c < width; c++)                                                 \
-                memcpy(out + r * dim + c * LANES, &acc[r][c], sizeof(vf));                  \
+            for (int c = 0; c < width; c++) {                                               \
+                float *to = out + r * dim + c * LANES;                                      \
+                vf sum = load_float(to) * decay[r] + acc[r][c];                             \
+                memcpy(to, &sum, sizeof sum);                                               \
+            }                                                                               \
     }
 ADD_VALUES(1)
 ADD_VALUES(4)
@@ -123,7 +123,7 @@ static __attribute__((noinline)) void attend_tile(const tile *t, const tile *nex
         for (int g = 0; g < GROUPS; g++) {
             vi key = lane + g * LANES;
             visible[g] = (key <= last) & (key > first);
-            scores[r][g] = pick(visible[g], scores[r][g], splat(HIDDEN));
+            scores[r][g] = pick(visible[g], scores[r][g], splat(FLOOR));
             highest = larger(highest, scores[r][g]);
         }
         float old = peak[r], tallest = maximum(highest);

@@ -13,7 +13,6 @@
 
 #define SIDE 16                    // rows and columns of a tile of outputs
 #define DEPTH 32                   // k of a tile product
-#define TILE_ELEMS (SIDE * DEPTH)  // a tile of weights
 #define BAND_BYTES (1 << 20)       // of x that the L2 cache keeps while all weights pass
 #define STRIP 4                    // rows that vectors work on at once
 #define SLICE 128                  // k whose products are one chain; one over all of K errs twice as much
@@ -97,7 +96,7 @@ static void amx_outputs(elem *out, long out_stride, const elem *x, const elem *p
             if (wide) _tile_dpbf16ps(3, 5, 7);
         }
     }
-    float sums[4][TILE_ELEMS / 2] __attribute__((aligned(64)));
+    float sums[4][SIDE * SIDE] __attribute__((aligned(64)));
     _tile_stored(0, sums[0], 64);
     store_tile(out, out_stride, sums[0], first, bias);
     if (wide) {

@@ -1,11 +1,12 @@
 """The CPU's own kernels: C sources compiled on this machine, for it, when they are first wanted.
 
-GCC takes three seconds, and the result stays on disk. Without GCC, without AVX-512, or where the sources
+GCC takes two seconds, and the result stays on disk. Without GCC, without AVX-512, or where the sources
 do not compile, `cpu_kernels` gives None and the layers use torch instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import subprocess
@@ -31,8 +32,9 @@ _ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
 _COMPILER = "gcc"
 # OpenMP is compiled for and not linked: torch brings it, and a second runtime would be a second
 # pool of threads. -z now: a function that torch does not bring is missed when the library is loaded.
+# -Bsymbolic: no other library's function of the same name takes the place of ours.
 _COMPILE = ("-O3", "-march=native", "-std=gnu17", "-Wno-psabi", "-fopenmp", "-fPIC", "-c")
-_LINK = ("-shared", "-Wl,-z,now", "-lm")
+_LINK = ("-shared", "-Wl,-z,now,-Bsymbolic", "-lm")
 _LIMIT = 120  # seconds for the compiler
 _DIGEST_BYTES = 32
 
@@ -82,38 +84,46 @@ def cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
     if not env.cpu_kernels() or dtype not in _ELEMENTS or "avx512f" not in cpu_flags().split():
         return None
     try:
-        return CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])))
-    except (OSError, subprocess.SubprocessError) as error:
+        kernels = CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])))
+    # RuntimeError: there is no home directory to keep them in.
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no CPU kernels of our own, torch's are slower: %s", error)
         return None
+    if dtype == torch.bfloat16 and "amx_bf16" in cpu_flags() and not kernels.has_amx:
+        logger.warning("CPU kernels without AMX, slower and with other bits: no tile registers")
+    return kernels
 
 
 def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
     """The compiled library, from disk if it is there whole: its last bytes are its own digest."""
-    version = subprocess.check_output([_COMPILER, "--version"], text=True, timeout=_LIMIT)
+    version = _run("--version", limit=10)
     # -march=native is this machine's; a home directory may be shared by several kinds.
     version += cpu_name() + cpu_flags()
-    source = "".join(path.read_text() for path in _SOURCES)
+    source = "".join(path.read_text("utf-8") for path in _SOURCES)
     path = directory() / f"{key_of(source, (*flags, *_LINK), version)}.so"
-    try:
+    data = b""
+    with contextlib.suppress(OSError):
         data = path.read_bytes()
-        if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]:
-            return ctypes.CDLL(str(path))
-    except OSError:  # not there, or in a file system that runs nothing
-        pass
-    with tempfile.TemporaryDirectory() as folder:
-        made = _compile(flags, Path(folder))
-        data = made.read_bytes()
-        replace(path, data + hashlib.sha256(data).digest())
-        return ctypes.CDLL(str(made))  # its file may go when it is loaded
+    if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:]:
+        with tempfile.TemporaryDirectory() as folder:
+            made, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
+            _run(*flags, str(Path(__file__).with_name("stack.c")), "-o", made)
+            _run(made, *_LINK, "-o", library)
+            data = Path(library).read_bytes()
+            if not replace(path, data + hashlib.sha256(data).digest()):
+                return ctypes.CDLL(library)  # its file may go when it is loaded
+    return ctypes.CDLL(str(path))
 
 
-def _compile(flags: tuple[str, ...], folder: Path) -> Path:
-    """Make the library in the folder. Raises OSError with what the compiler says."""
-    made, library = str(folder / "kernels.o"), folder / "kernels.so"
-    stack = str(Path(__file__).with_name("stack.c"))
-    for command in ([*flags, stack, "-o", made], [made, *_LINK, "-o", str(library)]):
-        done = subprocess.run([_COMPILER, *command], capture_output=True, text=True, timeout=_LIMIT)
-        if done.returncode:
-            raise OSError(f"{' '.join(command)}: {done.stderr.strip()[:500]}")
-    return library
+def _run(*arguments: str, limit: int = _LIMIT) -> str:
+    """What the compiler prints. Raises OSError with what it says if it fails."""
+    done = subprocess.run(
+        [_COMPILER, *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=limit,
+    )
+    if done.returncode:
+        raise OSError(f"{_COMPILER} {' '.join(arguments)}: {done.stderr.strip()[:500]}")
+    return done.stdout
