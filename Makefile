@@ -36,10 +36,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/cpu/test_repo.py
 
-# What is too long for `make test`, and the real-model tests once more with all threads.
+# What is too long for `make test`; the real-model tests with all threads; and on torch instead of our kernels.
 soak: $(VENV)/.dev
 	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -m soak --override-ini=timeout=3600 tests/cpu
 	OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest tests/cpu/real
+	OCTAVO_CHECK_INTEGRITY=1 OCTAVO_CPU_KERNELS=0 $(BIN)/python -m pytest tests/cpu/real/test_parity.py tests/cpu/real/test_repeatability.py
 
 clean:
 	@echo "kept: ~/.cache/octavo-tests, what the tests downloaded"
