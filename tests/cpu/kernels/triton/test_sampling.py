@@ -10,7 +10,7 @@ from tests.cpu.kernels.triton.compile_harness import Case, compile_cases
 
 from octavo.kernels.triton import sampling, sampling_cut, sampling_penalties
 from octavo.kernels.triton.sampling_penalties import penalize
-from octavo.sample import processors
+from octavo.sample import edits
 from octavo.sample.random import request_key
 from octavo.sample.state import Column
 
@@ -81,7 +81,7 @@ def test_penalties_equal_the_processors(vocab: int) -> None:
     work_rows, slots = torch.tensor([3, 0, 2]), torch.tensor([0, 2, 4])
 
     expected = work.clone()
-    processors.penalize(expected, work_rows, slots, table, history, num_tokens, num_prompt_tokens)
+    edits.penalize(expected, work_rows, slots, table, history, num_tokens, num_prompt_tokens)
     history[4, 20] = vocab + 5  # stale: behind the history
     penalize(work, work_rows, slots, table, history, num_tokens, num_prompt_tokens)
     assert torch.equal(work, expected)
