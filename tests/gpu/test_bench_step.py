@@ -59,7 +59,7 @@ def test_every_kernel_of_a_step_is_known(
     if phase == "decode":
         # Up to two steps that were in flight around the recorded ones may be whole as well.
         assert STEPS <= len(found.steps) <= STEPS + 2
-        assert 0 <= result["profile"]["idle_us"]["median"] < result["step_us"]["median"]
+        assert 0 <= result["profile"]["idle_us"]["median"] <= result["profile"]["idle_us"]["p99"]
         assert 100 + STEPS <= result["mean_seq_len"] <= 100 + 3 * STEPS
     else:
         assert len(found.steps) == PROFILED["prefill"]

@@ -191,7 +191,8 @@ class GGUFFile:
             # A copy: torch wants writable memory, and the file may close before the tensor dies.
             return torch.from_numpy(data.copy()).view(plain[info.type]).view(info.shape)
         try:
-            values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), info.type)
+            with np.errstate(all="ignore"):  # damaged data; logits that are not finite are told
+                values = gguf.dequantize(data.reshape(*info.shape[:-1], -1), info.type)
         except NotImplementedError as error:
             text = f"tensor {shown(name)}: type {info.type.name} cannot be dequantised"
             raise ModelLoadError(f"{self.path}: {text}") from error
