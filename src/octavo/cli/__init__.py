@@ -99,10 +99,6 @@ def _run(arguments: Sequence[str]) -> int:
         return _without_verb(arguments)
     name, rest = arguments[0], arguments[1:]
     verb = importlib.import_module(f"octavo.cli.{name}")
-    if isinstance(
-        _Interrupt.latest, weakref.ref
-    ):  # imports have callbacks whose errors Python drops
-        raise _Interrupt
     parser = _Parser(prog=f"octavo {name}", description=VERBS[name])
     verb.add_arguments(parser)
     kinds = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
