@@ -18,6 +18,16 @@ import torch
 from octavo.weights.hub import DEMO_SHA256, find_demo_model
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: a file's tests in one process; and, since it takes 25 s to load, those
+    of all files that use the reference."""
+    users = {item.path for item in items if "smollm2_reference" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "reference" if item.path in users else "/".join(item.path.parts[-2:])
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct; fails, and says what to install, if it is not there."""

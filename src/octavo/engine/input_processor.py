@@ -142,9 +142,9 @@ class InputProcessor:
                 text = f"must be a list of integers, not {shown(given_ids)}"
                 raise InvalidRequestError(field, text)
             ids = expect(field, given_ids, Sequence, "a list of integers")
-            token_ids = list(itertools.islice(ids, max_length or MAX_IDS + 1))
-            if len(token_ids) > MAX_IDS:
+            if max_length is None and next(itertools.islice(ids, MAX_IDS, None), None) is not None:
                 raise InvalidRequestError(field, f"must not have more than {MAX_IDS} ids")
+            token_ids = list(itertools.islice(ids, max_length))
         if not token_ids:
             raise InvalidRequestError(field, "must not be empty")
         self._check_ids(field, token_ids)

@@ -49,7 +49,8 @@ def params(max_tokens: int = 8) -> list[SamplingParams]:
 @contextmanager
 def engine(model: Any, **settings: Any) -> Iterator[LLM]:
     """An LLM that is shut down, with a check that it gave back every block and request slot."""
-    with LLM(str(model), **{"max_model_len": 1024, "max_num_seqs": 16, **settings}) as llm:
+    small = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 1024}
+    with LLM(str(model), **{**small, **settings}) as llm:
         yield llm
         llm.engine.drain()
         core = llm.engine.core
