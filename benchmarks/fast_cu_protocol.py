@@ -1,4 +1,4 @@
-"""Rung 21 beside cuBLAS by the protocol of fast.cu (github.com/pranjalssh/fast.cu, matmul.cu, 38eb642).
+"""Rung 22 beside cuBLAS by the protocol of fast.cu (github.com/pranjalssh/fast.cu, matmul.cu, 38eb642).
 
 A sample: rest; zero both outputs from the host; launch cuBLAS and the arm once; copy both products to
 the host; time 8 plain launches on the default stream between two events. Operands are one set of
@@ -25,7 +25,7 @@ from octavo.kernels.matmul import host
 from octavo.kernels.matmul.registry import rung
 
 SIZES, MODES, LAUNCHES = (4096, 8192), ("idle", "queued"), 8
-CUBLAS, OURS = "cublas", rung(21)
+CUBLAS, OURS = "cublas", rung(22)
 ARMS = (CUBLAS, OURS.name)
 NORM_LIMIT = 2.5e-3  # of the difference to cuBLAS, as in bench/correctness.py
 OP_N, OP_T, BF16, COMPUTE_32F, DEFAULT_ALGORITHM = 0, 1, 14, 68, -1  # cublas_api.h, library_types.h

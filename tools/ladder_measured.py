@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ def main() -> None:
     """Rewrite headers and table."""
     document = json.loads(Path(sys.argv[1]).read_text())
     gpu, commit = document["environment"]["gpu"].replace("NVIDIA ", ""), sys.argv[2]
+    tree = ["git", "rev-parse", f"{commit}:src"]
+    if (
+        subprocess.check_output(tree, cwd=ROOT, text=True).strip()
+        != document["environment"]["src_tree"]
+    ):
+        raise SystemExit(f"{commit} is not what was measured")
     rows = shown_rows(document)
     for path in sorted(LADDER.glob("*.cu")):
         if path.stem in rows:

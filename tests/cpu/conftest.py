@@ -22,7 +22,9 @@ from octavo.weights.hub import DEMO_SHA256, find_demo_model
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: a file's tests in one process; and, since it takes 25 s to load, those
     of all files that use the reference."""
-    users = {item.path for item in items if "smollm2_reference" in getattr(item, "fixturenames", ())}
+    users = {
+        item.path for item in items if "smollm2_reference" in getattr(item, "fixturenames", ())
+    }
     for item in items:
         group = "reference" if item.path in users else "/".join(item.path.parts[-2:])
         item.add_marker(pytest.mark.xdist_group(group))

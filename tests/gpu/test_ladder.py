@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int, c_size_t
 
 import pytest
@@ -40,6 +41,33 @@ def test_ragged_shapes(each: Rung) -> None:
         assert check.ok, check
 
 
+@pytest.mark.parametrize("each", [r for r in BF16 if r.persistent], ids=named)
+def test_ragged_shapes_on_one_cluster(each: Rung, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles by one cluster: what a tile leaves behind in ring and staging meets the next one."""
+    monkeypatch.setattr(Kernel, "resident_ctas", lambda _self, _device, shape: shape.cluster)
+    shapes = [one for one in ragged_shapes(each) if max(one) > 130]
+    for seed, shape in enumerate(shapes, 1000):
+        problem = make_problem(each, *shape, seed=seed)
+        problem.poison()
+        call = host.prepare(each, problem.a, problem.b, problem.out)
+        call.kernel.launch(0, call.shape, call.parameters)
+        check = correctness.compare(each, problem)
+        assert check.ok, check
+
+
+def test_a_thread_without_a_context_launches() -> None:
+    """Nothing of torch ran on that thread, so no context is current there."""
+    a, b, out = operands(rung(20), 256, 512, 128)
+    ops.matmul(20, a, b, out)
+    expected = out.clone()
+    call = host.prepare(rung(20), a, b, out.fill_(float("nan")))
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call.kernel.launch, 0, call.shape, call.parameters).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("each", BF16, ids=named)
 def test_a_thousand_repeats_are_bit_equal(each: Rung) -> None:
     a, b, out = operands(each, 2 * each.block_m + 72, 3 * each.block_n + 8, 456)
@@ -57,8 +85,10 @@ def test_a_thousand_repeats_are_bit_equal(each: Rung) -> None:
 @pytest.mark.parametrize("each", BF16, ids=named)
 def test_large_and_busy_launches_are_bit_equal(each: Rung) -> None:
     """Many tiles a CTA, so staging and stages are reused; every output is compared on the device."""
-    a, b, out = operands(each, 3000, 4104, 1032)
-    ops.matmul(each, a, b, out)
+    problem = make_problem(each, 3000, 4104, 1032, seed=0)
+    a, b, out = problem.a, problem.b, problem.out
+    check = correctness.run_and_compare(each, problem)
+    assert check.ok, check
     first = out.clone()
     for _ in range(50):
         out.fill_(float("nan"))

@@ -64,7 +64,7 @@ def compare(
     the one that this arm holds and not what the arm before left. Each round has its own order.
     """
     graphs = {name: capture(calls, launches) for name, calls in arms.items()}
-    wakers = {name: capture(calls[:1], 1) for name, calls in arms.items()}
+    wakers = {name: capture(calls[-1:], 1) for name, calls in arms.items()}
     samples: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     shuffle = random.Random(0)

@@ -142,8 +142,7 @@ def requested_intensity(rung: Rung) -> float:
     width = 4 if rung.dtype == "fp32" else 2
     if rung.number <= 2:
         return tile_intensity(1, 1, element_bytes=width)
-    rows = rung.block_m * max(1, rung.cluster // rung.cluster_n)
-    return tile_intensity(rows, rung.block_n * rung.cluster_n, element_bytes=width)
+    return tile_intensity(rung.block_m * rung.cluster, rung.block_n, element_bytes=width)
 
 
 def device_of(environment: Mapping[str, Any]) -> Device:

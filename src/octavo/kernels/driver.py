@@ -8,6 +8,8 @@ this way fails at once on a machine without a driver. Structures follow cuda.h o
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, Union, byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -69,6 +71,25 @@ def call(function: str, *arguments: Any) -> None:
     status = getattr(library, function)(*arguments)
     if status:
         raise KernelError(f"{function}: {_error_name(library, status)}")
+
+
+@cache
+def primary_context(device: int) -> c_void_p:
+    """The context that torch uses, too; kept for good."""
+    handle, context = c_int(), c_void_p()
+    call("cuDeviceGet", byref(handle), c_int(device))
+    call("cuDevicePrimaryCtxRetain", byref(context), handle)
+    return context
+
+
+@contextmanager
+def current(device: int) -> Iterator[None]:
+    """Makes a device's context this thread's, which may have none yet, or another device's."""
+    call("cuCtxPushCurrent_v2", primary_context(device))
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 
 def load_library(cubin: bytes) -> c_void_p:

@@ -54,9 +54,7 @@ class Kernel:
         for warning in SERIALIZED_WGMMA:
             if warning in compiled.log:
                 raise KernelError(f"{self.name}: ptxas serialised wgmma ({warning})")
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # the primary context exists and is current
-            torch.zeros(1, device="cuda")
+        with driver.current(device):
             library = driver.load_library(compiled.cubin)
             function = driver.get_function(library, self.entry, self.dynamic_smem)
         self._functions[device] = function
@@ -64,7 +62,9 @@ class Kernel:
 
     def launch(self, device: int, shape: LaunchShape, parameters: Any) -> None:
         """`parameters`: ctypes array of pointers to the arguments (see `pack`)."""
-        driver.launch(_config(shape, _stream(device)), self.load(device), parameters)
+        function = self.load(device)
+        with driver.current(device):
+            driver.launch(_config(shape, _stream(device)), function, parameters)
 
     def resident_ctas(self, device: int, shape: LaunchShape) -> int:
         """CTAs that a persistent launch may use: one an SM, in clusters that all run at once.
@@ -75,7 +75,9 @@ class Kernel:
         if shape.cluster == 1:
             return sm_count(device)
         function = self.load(device)
-        return driver.max_active_clusters(_config(shape, _stream(device)), function) * shape.cluster
+        with driver.current(device):
+            config = _config(shape, _stream(device))
+            return driver.max_active_clusters(config, function) * shape.cluster
 
 
 def _stream(device: int) -> int:

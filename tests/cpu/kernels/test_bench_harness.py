@@ -97,6 +97,7 @@ def test_ragged_shapes_cover_what_the_issue_lists() -> None:
         assert {n for _, n, _ in shapes} >= {8, 16, 64, 72}
         assert {k for _, _, k in shapes} >= {8, 16, 64, 72}
         assert all(k % 8 == 0 and k > 0 for _, _, k in shapes)
+        assert sum(max(m, n) > 512 and k > 1024 for m, n, k in shapes) >= 2
         tile = rung(number)
         assert (tile.block_m, tile.block_n, max(tile.block_k, 8)) in shapes
 

@@ -191,6 +191,7 @@ class RecordingDriver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, ...], int, list[tuple[int, int, int]]]] = []
+        self.contexts: list[int | None] = []
 
     def cuLaunchKernelEx(
         self, config: object, function: object, parameters: object, extra: None
@@ -200,13 +201,30 @@ class RecordingDriver:
             (a.id, a.value.cluster.x, a.value.flag) for a in c.attributes[: c.attribute_count]
         ]
         shape = (c.grid_x, c.grid_y, c.grid_z, c.block_x, c.shared_bytes)
+        assert self.contexts == [7]
         self.launches.append((shape, c.stream, attributes))
+        return 0
+
+    def cuDeviceGet(self, handle: object, device: object) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: object, handle: object) -> int:
+        ctypes.cast(context, ctypes.POINTER(ctypes.c_void_p)).contents.value = 7
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: object) -> int:
+        self.contexts.pop()
         return 0
 
 
 def test_a_launch_carries_shape_cluster_and_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = RecordingDriver()
     monkeypatch.setattr(driver, "_libcuda", lambda: recorder)
+    monkeypatch.setattr(driver, "primary_context", driver.primary_context.__wrapped__)  # uncached
     kernel = Kernel("", "entry", _functions={0: ctypes.c_void_p(1)})
     shape = LaunchShape((128, 1, 1), 384, dynamic_smem=230_400, cluster=2, programmatic=True)
     for stream in (0xABC0, 0xDEF0, 0xABC0):
@@ -215,6 +233,7 @@ def test_a_launch_carries_shape_cluster_and_current_stream(monkeypatch: pytest.M
         )
         kernel.launch(0, shape, pack(ctypes.c_int(1)))
     assert [stream for _, stream, _ in recorder.launches] == [0xABC0, 0xDEF0, 0xABC0]
+    assert recorder.contexts == []
     for what, _, attributes in recorder.launches:
         assert what == (128, 1, 1, 384, 230_400)
         assert [a[0] for a in attributes] == [4, 6]

@@ -45,7 +45,7 @@ def test_the_ladder_is_complete() -> None:
 @pytest.mark.parametrize("rung", RUNGS, ids=named)
 def test_header_tells_the_whole_story(rung: Rung) -> None:
     assert set(rung.header) == set(HEADER_FIELDS)
-    assert all(len(text) > 3 for text in rung.header.values())
+    assert all(len(text) > 9 for name, text in rung.header.items() if name != "PTX")
     assert "not yet" not in rung.header["Measured"]
 
 
@@ -159,14 +159,15 @@ def test_stmatrix_replaces_plain_stores(rung: Rung) -> None:
 def test_the_lean_loop_is_lean() -> None:
     """Instructions of the main loop, the one with four K blocks in a trip."""
     loops: dict[int, int] = {}
-    for rung in RUNGS[21:]:
+    for rung in RUNGS[19:]:
         steps = sass(rung).instructions
         for end, step in enumerate(steps):
             if step.root == "BRA" and step.target is not None and step.target < end:
                 trip = [s.root for s in steps[step.target : end + 1]]
                 if trip.count("HGMMA") == 16:
                     loops[rung.number] = min(loops.get(rung.number, len(trip)), len(trip))
-    assert loops[21] > 250
+    assert loops[19] > 240
+    assert max(loops[20], loops[21]) < 230
     assert loops[22] < 170
 
 

@@ -30,7 +30,9 @@ def test_greedy_tokens_equal_transformers(
         with torch.inference_mode():
             if whole:
                 logits = smollm2_reference(torch.tensor([prompt + tokens])).logits[0]
-                logits[:, smollm2_reference.generation_config.eos_token_id] = -torch.inf  # min_tokens
+                logits[
+                    :, smollm2_reference.generation_config.eos_token_id
+                ] = -torch.inf  # min_tokens
                 expected = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
             else:
                 expected = smollm2_reference.generate(

@@ -23,6 +23,7 @@ from octavo.kernels.matmul.registry import RUNGS, Rung
 from octavo.kernels.matmul.schedule import hilbert_order
 
 MAX_GRID_Y = 65_535
+MAX_EXTENT = 2**31 - 256  # kernels round up to a tile, and count on to the next one, in 32 bits
 MAX_TILES = 1 << 15  # a tile coordinate has 15 bits in an order table
 _MAX_KEPT_CALLS = 256
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,7 +80,7 @@ def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
         call = prepare(_rung(number), a, b, out)
         _calls[key] = call
         if len(_calls) > _MAX_KEPT_CALLS:
-            del _calls[next(iter(_calls))]
+            _calls.pop(next(iter(_calls)), None)  # another thread may have been faster
     call.kernel.launch(a.device.index, call.shape, call.parameters)
 
 
@@ -120,6 +121,8 @@ def grid_of(rung: Rung, m: int, n: int, resident: int) -> tuple[int, int, int]:
         if tiles_m > MAX_GRID_Y:
             raise KernelError(f"rung {rung.name}: M={m} needs more than {MAX_GRID_Y} tile rows")
         return tiles_n, tiles_m, 1
+    if resident < rung.cluster:
+        raise KernelError(f"rung {rung.name}: this GPU has no room for one cluster")
     clusters_m, clusters_n = cluster_tiles(rung, m, n)
     work = clusters_m * clusters_n
     rounds = ceil_div(work * rung.cluster, resident)
@@ -128,8 +131,7 @@ def grid_of(rung: Rung, m: int, n: int, resident: int) -> tuple[int, int, int]:
 
 def cluster_tiles(rung: Rung, m: int, n: int) -> tuple[int, int]:
     """The output in units of one cluster's tiles, rows then columns."""
-    cluster_m = rung.cluster // rung.cluster_n
-    return ceil_div(m, rung.block_m * cluster_m), ceil_div(n, rung.block_n * rung.cluster_n)
+    return ceil_div(m, rung.block_m * rung.cluster), ceil_div(n, rung.block_n)
 
 
 def check_operands(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -151,8 +153,8 @@ def check_operands(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tens
         raise KernelError(f"{where}: out is {tuple(out.shape)}, not {(m, n)}")
     if k < 8 or k % 8:
         raise KernelError(f"{where}: K={k} is not a positive multiple of 8")
-    if max(m, n, k) >= 2**31:
-        raise KernelError(f"{where}: an extent of 2^31 or more in {(m, n, k)}")
+    if max(m, n, k) >= MAX_EXTENT:
+        raise KernelError(f"{where}: an extent of {MAX_EXTENT} or more in {(m, n, k)}")
     for name, tensor in operands.items():
         _check_layout(f"{where}: {name}", tensor, row_step=1 if name == "out" else 8)
 
@@ -182,7 +184,7 @@ def _gemm_args(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     args.m, args.n, args.k = m, n, k
     # TMA writes whole 16-byte pieces: a ragged row end would spill into whatever follows it.
     args.tma_store = int(n % 8 == 0 and args.ldc % 8 == 0)
-    _encode(base, a, rung.constants.get("A_BOX_ROWS", rung.block_m))
+    _encode(base, a, rung.block_m)
     _encode(base + 128, b, rung.constants.get("B_BOX_ROWS", rung.block_n))
     if args.tma_store:
         _encode(base + 256, out, 64)

@@ -38,7 +38,7 @@ class Rung:
     `kind` is "matmul", or "ilp" for rung 00, which multiplies nothing and only times FMA chains.
     `block_*` are the output tile and K step of one CTA, `threads` its size, `dynamic_smem` bytes.
     `persistent`: the grid is the number of SMs, otherwise one CTA a tile. `cluster` is in CTAs, of
-    which `cluster_n` lie side by side and the rest below each other.
+    which lie below each other.
     `header` has the prose by field: Problem, Idea, Limiter, Predicted, Measured, PTX.
     """
 
@@ -55,7 +55,6 @@ class Rung:
     block_k: int = 1
     stages: int = 1
     cluster: int = 1
-    cluster_n: int = 1
     persistent: int = 0
 
     @property

@@ -86,8 +86,8 @@ DEVICE void start_full_stage_uniform(float (&d)[Shared::N / 2], Shared& shared, 
 }
 
 // multiply_tile, and in the gaps of the first K blocks the deferred tile is stored, one chunk in every
-// SPACING blocks; at once where K is too short for that. LEAN: descriptors in uniform registers, and whole
-// rounds of the ring with all addresses known at compile time.
+// SPACING blocks; at once where K is too short for that. What is left of K runs in whole rounds of the ring,
+// with all addresses known at compile time. LEAN: descriptors in uniform registers.
 template <int CLUSTER, int SPACING, bool LEAN, class Shared>
 DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
                                   Ring<Shared::STAGES>& ring, int half, int blocks_k,
@@ -125,19 +125,22 @@ DEVICE void multiply_tile_storing(float (&d)[Shared::N / 2], Shared& shared,
   } else {
     deferred.store_all();
   }
-  if constexpr (LEAN) {
 #pragma unroll 1
-    for (; ring.stage == 0 && block + STAGES <= blocks_k; ring.phase ^= 1) {
-#pragma unroll
-      for (int stage = 0; stage < STAGES; ++stage, ++block) {
-        start_block(stage);
-        wgmma_wait<1>();
-        if (block > 0) release_stage<CLUSTER>(shared, (stage + STAGES - 1) % STAGES);
-      }
-      last = STAGES - 1;
-    }
+  for (; ring.stage && block < blocks_k; ++block) {  // the last tile may have ended amid a round
+    start_block(ring.stage);
+    finish_block();
   }
-#pragma unroll (LEAN ? 1 : 4)
+#pragma unroll 1
+  for (; block + STAGES <= blocks_k; ring.phase ^= 1) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage, ++block) {
+      start_block(stage);
+      wgmma_wait<1>();
+      if (block > 0) release_stage<CLUSTER>(shared, (stage + STAGES - 1) % STAGES);
+    }
+    last = STAGES - 1;
+  }
+#pragma unroll 1
   for (; block < blocks_k; ++block) {
     start_block(ring.stage);
     finish_block();

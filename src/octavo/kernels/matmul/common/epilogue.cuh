@@ -121,7 +121,9 @@ struct DeferredTile {
     waiting = true;
   }
 
-  // Chunks go in order, 0 first. `chunk` must be known at compile time.
+  // Chunks go in order, 0 first. `chunk` must be known at compile time. The next tile's first chunk is to
+  // find the other buffer, too.
+  static_assert(N / CHUNK_COLS % 2 == 0, "an even number of chunks");
   DEVICE void store(int chunk) {
     bf16* target = staging[chunk % 2];
     if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();  // only the other buffer may be in use

@@ -18,7 +18,7 @@ struct alignas(128) TensorMap {
 
 // The one parameter of every bf16 rung. kernels/matmul/host.py packs the same layout.
 struct alignas(128) GemmArgs {
-  TensorMap a;       // [M, K] row-major, box BLOCK_K x A_BOX_ROWS
+  TensorMap a;       // [M, K] row-major, box BLOCK_K x BLOCK_M
   TensorMap b;       // [N, K] row-major, box BLOCK_K x B_BOX_ROWS
   TensorMap c;       // [M, N] row-major, box 64 x 64; only valid when tma_store is set
   bf16* out;         // [M, N], rows ldc elements apart

@@ -3,10 +3,10 @@
 // Problem:   C[M,N] = A[M,K] B[N,K]^T, bf16 in and out, fp32 accumulate, any M and N, K a multiple of 8.
 // Idea:      Roles. A producer warp keeps a ring of three stages filled by TMA; a consumer warpgroup
 //            multiplies. Each stage has a full and an empty barrier, and every thread takes part, as a
-//            block-wide barrier object would have it. Two CTAs fit an SM and hide each other's ends.
-// Limiter:   Bytes. The two deep rings of an SM drift apart along K, so at 8192^3 panels no longer meet in
-//            the L2: 5.7 GB come from memory where rung 10 reads 1.6, and 57% instead of 83% of the L2
-//            reads hit (ncu). That is why this rung loses to rung 10 at 8192^3; rung 13's order mends it.
+//            block-wide barrier object would have it. Two CTAs fit an SM and hide each other's ends, but
+//            their deep rings drift apart along K, and what drifts no longer meets in the L2: so tiles are
+//            visited 8 rows deep, and those that run at once are near square in C.
+// Limiter:   Bytes: an element of a 128x128 tile meets 128 others only. And 129 + 128 arrivals a stage.
 // Predicted: 500 TFLOP/s (498 was reported on an H100): loads overlap the multiplication.
 // Measured:  634 TFLOP/s at 4096^3, 572 TFLOP/s at 8192^3; 0.80, 0.72 x cuBLAS, cool; H200, eacba70.
 // PTX:       mbarrier phases and parity, wgmma.wait_group.
@@ -19,6 +19,7 @@ constexpr int BLOCK_K = 64;
 constexpr int STAGES = 3;
 constexpr int THREADS = 160;
 constexpr int CONSUMERS = 128;
+constexpr int GROUP_M = 8;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 
 struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
@@ -29,8 +30,10 @@ struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     producer_consumer(const __grid_constant__ GemmArgs args) {
   Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
-  const int row = blockIdx.y * BLOCK_M;
-  const int col = blockIdx.x * BLOCK_N;
+  const int index = blockIdx.y * gridDim.x + blockIdx.x;
+  const Tile tile = grouped_tile<GROUP_M>(index, gridDim.y, gridDim.x);
+  const int row = tile.m * BLOCK_M;
+  const int col = tile.n * BLOCK_N;
   const int blocks_k = ceil_div(args.k, BLOCK_K);
   init_ring(shared.full, shared.empty, CONSUMERS + 1, CONSUMERS);
   __syncthreads();

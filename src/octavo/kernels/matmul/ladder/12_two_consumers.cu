@@ -18,6 +18,7 @@ constexpr int BLOCK_K = 64;
 constexpr int STAGES = 3;
 constexpr int THREADS = 384;
 constexpr int CONSUMERS = 256;
+constexpr int GROUP_M = 8;
 constexpr int SMEM_BYTES = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 1024;
 
 struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
@@ -28,8 +29,10 @@ struct Shared : Operands<BLOCK_M, BLOCK_N, BLOCK_K, STAGES> {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     two_consumers(const __grid_constant__ GemmArgs args) {
   Shared& shared = dynamic_smem<Shared, SMEM_BYTES>();
-  const int row = blockIdx.y * BLOCK_M;
-  const int col = blockIdx.x * BLOCK_N;
+  const int index = blockIdx.y * gridDim.x + blockIdx.x;
+  const Tile tile = grouped_tile<GROUP_M>(index, gridDim.y, gridDim.x);
+  const int row = tile.m * BLOCK_M;
+  const int col = tile.n * BLOCK_N;
   const int blocks_k = ceil_div(args.k, BLOCK_K);
   init_ring(shared.full, shared.empty, CONSUMERS + 1, CONSUMERS);
   __syncthreads();

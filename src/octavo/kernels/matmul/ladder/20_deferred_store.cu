@@ -4,8 +4,10 @@
 // Idea:      A finished tile is rounded to bf16 into 64 registers, which frees the accumulators at once: the
 //            next tile's wgmmas start, and between them the old tile is staged and stored, one 8 KB chunk
 //            in every fourth K block. Two chunks of staging a warpgroup instead of a whole tile
-//            also leave room for a fourth stage.
-// Limiter:   Power: tensor cores are active 99.1% of the cycles (ncu), at the clock that 700 W allow.
+//            also leave room for a fourth stage. The rest of K runs in whole rounds of the ring, with all
+//            stages' addresses known: 56 instructions a K block instead of 62, for under the power limit an
+//            instruction costs clock, and testing for a store in every block would cost what deferring gains.
+// Limiter:   Power: the tensor cores are seldom idle, at the clock that 700 W allow.
 // Predicted: 1% over rung 19: about 2,000 idle cycles less for each of a CTA's tiles.
 // Measured:  803 TFLOP/s at 4096^3, 814 TFLOP/s at 8192^3; 1.01, 1.03 x cuBLAS, cool; H200, eacba70.
 // PTX:       cp.async.bulk.wait_group.read with one group pending.

@@ -45,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       Ring<STAGES> ring;
       tma_prefetch_map(&args.a);
       tma_prefetch_map(&args.b);
-      // Everything this grid reads or writes comes after a load of this thread, so it alone waits.
+      // All that this grid reads or writes, but for the constant table of tiles, comes after a load of
+      // this thread, so it alone waits.
       griddepcontrol_wait();
       for (int index = work.first; index < tiles; index += work.clusters) {
         const Tile tile = unpack_tile(args.order[index]);
