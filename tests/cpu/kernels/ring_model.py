@@ -8,17 +8,6 @@ from dataclasses import dataclass
 from octavo.kernels.matmul import barriers
 
 
-def drain_slots(iterations: int, num_stages: int) -> list[barriers.Slot]:
-    """What a producer must still wait for (empty parity) before its CTA may exit.
-
-    Without it a cluster peer can arrive on the shared memory of a CTA that has gone: the last
-    release of each stage used is otherwise seen by nobody. These are simply the waits of the next
-    `num_stages` iterations, without those whose stage was never used.
-    """
-    first = max(iterations, num_stages)
-    return [barriers.slot(i, num_stages) for i in range(first, num_stages + iterations)]
-
-
 class Mbarrier:
     """One shared-memory barrier: a phase ends when `expected` arrivals and all its bytes are in."""
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cpu.kernels.ring_model import Mbarrier, drain_slots, simulate_ring
+from tests.cpu.kernels.ring_model import Mbarrier, simulate_ring
 
 from octavo.kernels.matmul import barriers
 from octavo.kernels.matmul.barriers import Slot, ring_timeline, slot
@@ -79,16 +79,6 @@ def test_arrivals_past_the_count_are_a_bug() -> None:
     barrier.arrive(expect_bytes=16)  # the phase stays open until the bytes come
     with pytest.raises(RuntimeError, match="more arrivals"):
         barrier.arrive()
-
-
-@given(st.integers(0, 30), st.integers(1, 8))
-def test_the_drain_waits_once_for_each_stage_in_use(iterations: int, stages: int) -> None:
-    waits = drain_slots(iterations, stages)
-    assert len({s.stage for s in waits}) == len(waits) == min(iterations, stages)
-    # A stage that was filled `uses` times has been released in phases 0 .. uses - 1.
-    for wait in waits:
-        uses = len(range(wait.stage, iterations, stages))
-        assert wait.empty_parity == (uses - 1) % 2
 
 
 def test_nonsense_is_refused() -> None:

@@ -5,7 +5,7 @@
 //            of a warp read 32 rows of A and write 32 rows of C: 32 sectors where 4 would do.
 // Limiter:   LSU and L1: each warp-wide load of A is 32 separate 32-byte sectors, 1/8 of them used.
 // Predicted: about 1/10 of rung 02, as on other chips (3171 against 243 GFLOP/s on an H100 PCIe).
-// Measured:  0.50 TFLOP/s at 4096^3; 0.01 x cuBLAS; H200, eacba70.
+// Measured:  0.50 TFLOP/s at 4096^3; 0.01 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 
 constexpr int BLOCK_M = 32;

@@ -5,7 +5,7 @@
 //            element of A (broadcast) and 128 consecutive bytes of B, and writes 128 consecutive bytes.
 // Limiter:   Issue and L1: two loads for each FMA, so the FMA pipe runs at a fraction of its rate.
 // Predicted: 10x rung 01.
-// Measured:  5.9 TFLOP/s at 4096^3; 0.11 x cuBLAS; H200, eacba70.
+// Measured:  5.8 TFLOP/s at 4096^3; 0.11 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 
 constexpr int BLOCK_M = 32;

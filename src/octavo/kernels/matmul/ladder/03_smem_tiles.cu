@@ -5,7 +5,7 @@
 // Limiter:   Shared memory: two loads for each FMA remain, they only got nearer. 1024-thread CTAs also
 //            make every __syncthreads wait for 32 warps.
 // Predicted: 1.5x rung 02, whose reuse the L1 already served; L2 traffic falls 32-fold.
-// Measured:  8.4 TFLOP/s at 4096^3; 0.16 x cuBLAS; H200, eacba70.
+// Measured:  8.3 TFLOP/s at 4096^3; 0.16 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 #include "common/sgemm.cuh"
 

@@ -5,7 +5,7 @@
 //            9 shared loads (the 8 of A are broadcasts) feed 8 FMAs instead of 16.
 // Limiter:   Still more than one shared load for each FMA.
 // Predicted: 2x rung 03.
-// Measured:  18.5 TFLOP/s at 4096^3; 0.36 x cuBLAS; H200, eacba70.
+// Measured:  18.4 TFLOP/s at 4096^3; 0.36 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 #include "common/sgemm.cuh"
 

@@ -5,7 +5,7 @@
 // Limiter:   Shared-memory conflicts and instruction count: loads are 4 bytes wide, a thread's 8 columns
 //            lie next to each other, so the lanes of a warp read 8 floats apart and collide.
 // Predicted: 2x rung 04.
-// Measured:  24.4 TFLOP/s at 4096^3; 0.47 x cuBLAS; H200, eacba70.
+// Measured:  24.3 TFLOP/s at 4096^3; 0.47 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 #include "common/sgemm.cuh"
 

@@ -6,7 +6,7 @@
 // Limiter:   A thread's 8 columns still lie together, so lanes read 32 bytes apart: two wavefronts where
 //            one would do. And nothing overlaps the global loads but other CTAs.
 // Predicted: 1.2x rung 05: a quarter of the load instructions.
-// Measured:  32.2 TFLOP/s at 4096^3; 0.63 x cuBLAS; H200, eacba70.
+// Measured:  31.7 TFLOP/s at 4096^3; 0.62 x cuBLAS; H200, ec36ff0.
 // PTX:       none; ld.global.v4 and ld.shared.v4 come from float4.
 #include "common/sgemm.cuh"
 

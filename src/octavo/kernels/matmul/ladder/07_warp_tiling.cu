@@ -7,7 +7,7 @@
 // Limiter:   Latency of global memory: load, barrier, compute, barrier, nothing in flight meanwhile
 //            but the other CTAs of the SM; and 4-way conflicts where A is written transposed.
 // Predicted: 1.1x rung 06.
-// Measured:  32.9 TFLOP/s at 4096^3; 0.64 x cuBLAS; H200, eacba70.
+// Measured:  32.4 TFLOP/s at 4096^3; 0.63 x cuBLAS; H200, ec36ff0.
 // PTX:       none; plain C++.
 #include "common/sgemm.cuh"
 

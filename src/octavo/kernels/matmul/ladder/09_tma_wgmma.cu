@@ -6,7 +6,7 @@
 // Limiter:   Latency: load, wait, multiply, wait, with one stage nothing overlaps inside a CTA. Only
 //            several CTAs an SM hide it. A 64x64 tile also reads each operand byte for only 64 FMAs.
 // Predicted: 300-320 TFLOP/s (317 was reported for this step on an H100), ten times rung 08.
-// Measured:  376 TFLOP/s at 4096^3, 301 TFLOP/s at 8192^3; 0.47, 0.38 x cuBLAS, cool; H200, eacba70.
+// Measured:  362 TFLOP/s at 4096^3, 305 TFLOP/s at 8192^3; 0.45, 0.38 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       cp.async.bulk.tensor, mbarrier, wgmma; "Swizzling modes", "Matrix descriptor".
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

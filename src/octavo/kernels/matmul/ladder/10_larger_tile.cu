@@ -5,7 +5,7 @@
 //            wider m64n128k16 instruction reads the B tile from shared memory once for 128 columns.
 // Limiter:   Still latency: one stage, nothing in flight while wgmma runs.
 // Predicted: 400-430 TFLOP/s (423 was reported on an H100): bytes per FLOP halve.
-// Measured:  576 TFLOP/s at 4096^3, 610 TFLOP/s at 8192^3; 0.73, 0.77 x cuBLAS, cool; H200, eacba70.
+// Measured:  572 TFLOP/s at 4096^3, 614 TFLOP/s at 8192^3; 0.71, 0.76 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       wgmma.mma_async with n = 128.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

@@ -8,7 +8,7 @@
 //            visited 8 rows deep, and those that run at once are near square in C.
 // Limiter:   Bytes: an element of a 128x128 tile meets 128 others only. And 129 + 128 arrivals a stage.
 // Predicted: 500 TFLOP/s (498 was reported on an H100): loads overlap the multiplication.
-// Measured:  634 TFLOP/s at 4096^3, 572 TFLOP/s at 8192^3; 0.80, 0.72 x cuBLAS, cool; H200, eacba70.
+// Measured:  609 TFLOP/s at 4096^3, 635 TFLOP/s at 8192^3; 0.75, 0.78 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       mbarrier phases and parity, wgmma.wait_group.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

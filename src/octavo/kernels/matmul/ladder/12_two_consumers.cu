@@ -7,7 +7,7 @@
 // Limiter:   One CTA an SM: while it stores its tile and the next one fills its ring, the tensor cores
 //            rest. The last wave of tiles is partly empty.
 // Predicted: 610 TFLOP/s (reported on an H100): L2 bytes per FLOP fall by a quarter.
-// Measured:  659 TFLOP/s at 4096^3, 675 TFLOP/s at 8192^3; 0.83, 0.85 x cuBLAS, cool; H200, eacba70.
+// Measured:  669 TFLOP/s at 4096^3, 723 TFLOP/s at 8192^3; 0.83, 0.89 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       setmaxnreg, wgmma with n = 256.
 #include "common/epilogue.cuh"
 #include "common/pipeline.cuh"

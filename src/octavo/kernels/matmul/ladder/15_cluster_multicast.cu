@@ -4,11 +4,11 @@
 // Idea:      Two CTAs with the same columns of C form a cluster. Each loads half of the B tile and the TMA
 //            unit delivers it to both, so a CTA asks the L2 for 32 KB a stage instead of 48.
 //            The price: a stage is empty only when the consumers of both CTAs have let go of it.
-// Limiter:   At 4096^3 nothing is gained: L2 reads fall by 14%, but each CTA now also waits for its peer, and
-//            tensor cores are active 92.6% of the cycles instead of 93.1% (ncu). It pays where power or
-//            memory limits, at 8192^3 and under load. Then: zeroing, waiting, partial-sector stores.
+// Limiter:   At 4096^3 nothing is gained: the L2 moves 6% fewer sectors, but each CTA now also waits for its
+//            peer, and tensor cores are active 78.1% of the cycles instead of 79.0% (ncu). It pays where power
+//            or memory limits, at 8192^3 and under load. Then: zeroing, waiting, partial-sector stores.
 // Predicted: 734 TFLOP/s (reported on an H100): a third less L2 traffic.
-// Measured:  723 TFLOP/s at 4096^3, 777 TFLOP/s at 8192^3; 0.91, 0.98 x cuBLAS, cool; H200, eacba70.
+// Measured:  727 TFLOP/s at 4096^3, 790 TFLOP/s at 8192^3; 0.90, 0.98 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       cp.async.bulk.tensor .multicast::cluster, barrier.cluster, remote mbarrier.arrive.
 #include "common/cluster.cuh"
 

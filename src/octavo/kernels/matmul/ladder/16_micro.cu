@@ -7,7 +7,7 @@
 //            Hints to the L2, on A and B as on C, all lost a little: see the log.
 // Limiter:   The epilogue: 4-byte stores that touch half a 32-byte sector each, tensor cores idle.
 // Predicted: 747 TFLOP/s (reported on an H100).
-// Measured:  727 TFLOP/s at 4096^3, 779 TFLOP/s at 8192^3; 0.92, 0.98 x cuBLAS, cool; H200, eacba70.
+// Measured:  733 TFLOP/s at 4096^3, 791 TFLOP/s at 8192^3; 0.91, 0.98 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       wgmma.mma_async scale-d, wgmma.wait_group with one group pending.
 #include "common/cluster.cuh"
 

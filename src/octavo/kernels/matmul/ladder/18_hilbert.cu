@@ -8,7 +8,7 @@
 // Limiter:   As rung 17. Without the turn of K the curve gains nothing over rung 15's groups: 1.07 GB are
 //            read from memory at 8192^3 in either order, 16 rounds of 67 MB (ncu).
 // Predicted: 0.5%: a quarter less memory traffic, which takes a few per cent of the power.
-// Measured:  794 TFLOP/s at 4096^3, 813 TFLOP/s at 8192^3; 1.00, 1.02 x cuBLAS, cool; H200, eacba70.
+// Measured:  801 TFLOP/s at 4096^3, 827 TFLOP/s at 8192^3; 0.99, 1.02 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       none new.
 #include "common/cluster.cuh"
 

@@ -6,7 +6,7 @@
 //            the two no longer wait for each other.
 // Limiter:   64 KB of staging leave room for 3 stages only; the tensor cores rest in every epilogue.
 // Predicted: 1% over rung 18.
-// Measured:  796 TFLOP/s at 4096^3, 816 TFLOP/s at 8192^3; 1.00, 1.03 x cuBLAS, cool; H200, eacba70.
+// Measured:  803 TFLOP/s at 4096^3, 829 TFLOP/s at 8192^3; 0.99, 1.02 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       stmatrix.
 #include "common/cluster.cuh"
 

@@ -6,7 +6,7 @@
 //            the previous kernel's writes are visible. Launch latency and set-up leave the critical path.
 // Limiter:   As rung 20. Alone in a stream it changes nothing.
 // Predicted: 2 us a launch: 1% at 4096^3, nothing at 8192^3.
-// Measured:  808 TFLOP/s at 4096^3, 818 TFLOP/s at 8192^3; 1.02, 1.03 x cuBLAS, cool; H200, eacba70.
+// Measured:  823 TFLOP/s at 4096^3, 834 TFLOP/s at 8192^3; 1.02, 1.03 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       griddepcontrol.
 #include "common/cluster.cuh"
 

@@ -6,7 +6,7 @@
 //            added once a warp instead of in 32 lanes. 56 instructions a K block become 41.
 // Limiter:   As rung 20: power, about 1.05 pJ a FLOP.
 // Predicted: 0.5%: uniform descriptors alone, 51 instructions, had given 0.2% to 0.4%.
-// Measured:  811 TFLOP/s at 4096^3, 823 TFLOP/s at 8192^3; 1.02, 1.04 x cuBLAS, cool; H200, eacba70.
+// Measured:  825 TFLOP/s at 4096^3, 836 TFLOP/s at 8192^3; 1.02, 1.03 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       none new; SHFL, R2UR and UIADD3 in SASS.
 #include "common/cluster.cuh"
 
