@@ -29,7 +29,7 @@ demo: $(VENV)/.demo
 
 # Two processes of one thread each: most tests are Python, and spend no time on each other's barriers.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 OCTAVO_CHECK_INTEGRITY=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests tools

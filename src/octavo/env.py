@@ -10,8 +10,12 @@ from octavo.errors import ConfigError
 
 def cache_dir() -> Path:
     """OCTAVO_CACHE_DIR: compiled kernels and tuning tables. Default ~/.cache/octavo."""
-    value = os.environ.get("OCTAVO_CACHE_DIR")
-    return Path(value).expanduser() if value else Path.home() / ".cache" / "octavo"
+    value = os.environ.get("OCTAVO_CACHE_DIR") or "~/.cache/octavo"
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        text = f"OCTAVO_CACHE_DIR={value!r}: there is no such home directory; name another folder"
+        raise ConfigError(text) from None
 
 
 def log_level() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -18,18 +19,6 @@ import torch
 from octavo.weights.hub import DEMO_SHA256, find_demo_model
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: a file's tests in one process; and, since it takes 25 s to load, those
-    of all files that use the reference."""
-    users = {
-        item.path for item in items if "smollm2_reference" in getattr(item, "fixturenames", ())
-    }
-    for item in items:
-        group = "reference" if item.path in users else "/".join(item.path.parts[-2:])
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct; fails, and says what to install, if it is not there."""
@@ -41,14 +30,23 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_reference(smollm2_path: Path) -> Any:
-    """transformers' LlamaForCausalLM with the dequantised weights, fp32, eager attention."""
+def smollm2_reference(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """transformers' LlamaForCausalLM with the dequantised weights, fp32, eager attention.
+
+    transformers takes 25 s to dequantise: the first of the test processes does it for all.
+    """
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent,
-        gguf_file=smollm2_path.name,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    ).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "reference.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = shared / "reference"
+        if not folder.exists():
+            dequantized = transformers.GgufConfig(dequantize=True)
+            file = {"gguf_file": smollm2_path.name, "quantization_config": dequantized}
+            load(smollm2_path.parent, **file, **how).save_pretrained(folder)
+    return load(folder, **how).eval()

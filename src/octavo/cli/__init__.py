@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 141
-        print(f"octavo: error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads that, either
+            print(f"octavo: error: {error}", file=sys.stderr, flush=True)
         return 2
 
 

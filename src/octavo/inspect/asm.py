@@ -81,7 +81,8 @@ def assemble(source: str, name: str, kernel: str | None = None) -> Assembly:
     machine = disassemble(built.cubin)
     entry = kernel or next(iter([*built.resources, *machine]), "")
     if entry not in machine:
-        raise KernelError(f"{name} has no kernel {entry!r}, only {', '.join(machine) or 'none'}")
+        wanted = f"kernel {kernel!r}, only {', '.join(machine)}" if machine else "kernel"
+        raise KernelError(f"{name} has no {wanted}")
     return from_listings(built.source, built.ptx, machine[entry], built.resources[entry], built.log)
 
 

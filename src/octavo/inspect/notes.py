@@ -228,8 +228,8 @@ def _mix_notes(assembly: Assembly, machine: Loop) -> Iterator[Note]:
     # A sum over loops that turn a different number of times says nothing.
     if len(machine.body) < 8 or not all(is_service(assembly.sass, x) for x in inner):
         return
-    body = [steps[index] for index in sorted(machine.body)]
-    ends = body[0], steps[machine.last]
+    body = steps[machine.first : machine.last + 1]  # without slow paths of waits, moved out of line
+    ends = body[0], body[-1]
     groups = Counter(map(group_of, body))
     facts: dict[str, Any] = {"ends": (ends[0].at, ends[1].at), "count": len(body)}
     facts |= {"parts": ", ".join(f"{groups[g]} {g}" for g in GROUP_ORDER if groups[g])}

@@ -123,6 +123,8 @@ def parse_run(document: Mapping[str, Any]) -> LadderRun:
     for entry in document["results"]:
         size = int(entry["m"]), int(entry["n"]), int(entry["k"])
         dtype, mode, rung = (str(entry[key]) for key in ("dtype", "mode", "rung"))
+        if dtype not in ("fp32", "bf16") or min(size) < 1:
+            raise ValueError(f"a result for {dtype} of size {size}")
         group = groups.setdefault((dtype, size, mode), Group(dtype, size, mode))
         group.rows[rung] = Row(rung, bool(entry["ok"]), *(float(entry[key]) for key in _NUMBERS))
         group.clocks.update(entry.get("clocks") or {})

@@ -89,6 +89,9 @@ def load(path: Path, source: str) -> Compiled | None:
         logger.warning("kernel cache: %s is corrupt; compiling again", path)
         return None
     text, _, cubin = payload.partition(b"\n")
-    head = json.loads(text)
-    resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
-    return Compiled(source, cubin, head["ptx"], head["log"], resources)
+    try:
+        head = json.loads(text)
+        resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
+        return Compiled(source, cubin, head["ptx"], head["log"], resources)
+    except (KeyError, TypeError):  # another Octavo's
+        return None

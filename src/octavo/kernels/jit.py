@@ -6,9 +6,11 @@ cache is `kernels.cache`, loading and launching are `kernels.launch`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ BASE_FLAGS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 # the kernel stays right but loses half its speed, so tests and the harness treat it as a failure.
 SERIALIZED_WGMMA = ("C7510", "C7511", "C7514", "C7515")
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*$', re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*(?://.*)?$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 # In the order of the fields of KernelResources.
 _REPORTED = (
     r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads",
-    r"(\d+) bytes stack frame", r"(\d+) bytes smem", r"used (\d+) barriers",
+    r"(\d+) bytes stack frame", r"(\d+) bytes smem",
 )  # fmt: skip
 # Virtual: line tables must not depend on the machine or the working directory.
 _VIRTUAL_ROOT = "/octavo"
@@ -43,7 +45,6 @@ class KernelResources:
     spill_loads: int
     stack: int
     static_smem: int
-    barriers: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DI
             if quoted not in seen:
                 seen.add(quoted)
                 path = root / quoted
-                if not path.is_file():
+                if ".." in path.parts or root not in path.parents or not path.is_file():
                     raise KernelError(f"{file}: cannot find {quoted!r} under {root.name}/")
                 pieces.append(expand(_PRAGMA_ONCE.sub("", path.read_text("utf-8")), quoted))
             next_line = text.count("\n", 0, end) + 2
@@ -94,29 +95,33 @@ def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DI
     return expand(source, name)
 
 
-def compile_flags(arch: str = ARCH, extra_flags: Iterable[str] = ()) -> tuple[str, ...]:
-    return (f"--gpu-architecture={arch}", *BASE_FLAGS, *extra_flags)
+def compile_flags(extra_flags: Iterable[str] = ()) -> tuple[str, ...]:
+    return (f"--gpu-architecture={ARCH}", *BASE_FLAGS, *extra_flags)
 
 
 def compile_source(
-    source: str, *, name: str = "kernel.cu", arch: str = ARCH, extra_flags: Iterable[str] = ()
+    source: str, *, name: str = "kernel.cu", extra_flags: Iterable[str] = ()
 ) -> Compiled:
     """Compiles CUDA C++ (extern "C" kernels, our own headers only) to PTX and CUBIN. No GPU needed.
 
     Raises KernelError with the compiler's log when NVRTC is missing or the source is wrong.
     """
-    flags = compile_flags(arch, extra_flags)
     inlined = inline_includes(source, name)
-    cubin, ptx, log = _run_nvrtc(inlined, name, flags)
+    cubin, ptx, log = _run_nvrtc(inlined, name, compile_flags(extra_flags))
     return Compiled(inlined, cubin, ptx, log, parse_resources(log))
 
 
 def nvrtc_version() -> str:
-    """Version of the run-time compiler, "13.0". Raises KernelError when it is not installed."""
+    """Version of the run-time compiler, "13.0", and of its package: it does not tell its patch level.
+
+    Raises KernelError when it is not installed.
+    """
     nvrtc = _nvrtc()
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status):
         raise KernelError(f"nvrtcVersion failed: {status}")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return f"{major}.{minor} ({metadata.version('nvidia-cuda-nvrtc')})"
     return f"{major}.{minor}"
 
 

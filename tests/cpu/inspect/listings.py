@@ -6,7 +6,7 @@ from octavo.inspect.asm import Assembly, from_listings
 from octavo.inspect.sass import parse_sass
 from octavo.kernels.jit import KernelResources
 
-PLAIN = KernelResources(32, 0, 0, 0, 0, 0)
+PLAIN = KernelResources(32, 0, 0, 0, 0)
 
 
 def sass_text(body: str, name: str = "k") -> str:

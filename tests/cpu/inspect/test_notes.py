@@ -232,6 +232,13 @@ def test_the_first_tensor_core_rung() -> None:
     assert unrolling(assembly, outer, loops).counted == "HGMMA"
 
 
+def test_a_trip_leaves_out_the_slow_paths_of_waits() -> None:
+    _, remarks = built("22_lean_loop")
+    [text] = [one for one in texts(remarks, "Instruction mix") if "24 tensor core" in one]
+    first, last, count = re.findall("0x[0-9a-f]+|[0-9]+(?= instructions)", text)[:3]
+    assert (int(last, 16) - int(first, 16)) // 16 + 1 == int(count) < 170
+
+
 def test_text_shows_every_source_line_that_made_code_and_folds_the_rest() -> None:
     assembly, remarks = built("02_naive")
     text = render_text(assembly, remarks)
@@ -253,8 +260,10 @@ def test_register_lists_of_wgmma_are_shortened() -> None:
 
 
 def test_an_unknown_kernel_is_an_error_that_lists_them() -> None:
-    with pytest.raises(KernelError, match="only one"):
+    with pytest.raises(KernelError, match="no kernel 'two', only one"):
         assemble('extern "C" __global__ void one() {}', "x.cu", "two")
+    with pytest.raises(KernelError, match="x.cu has no kernel$"):
+        assemble("", "x.cu")
 
 
 def test_serialized_wgmma_is_said_first() -> None:

@@ -313,6 +313,8 @@ def test_a_wrong_rung_is_said_to_be_wrong_and_is_never_the_best() -> None:
         (lambda d: d["results"][0].update(median_us=0), "median_us = 0"),
         (lambda d: d["results"][0].pop("vs_cublas"), "vs_cublas"),
         (lambda d: d.pop("results"), "results"),
+        (lambda d: d["results"][0].update(m=-1), "size"),
+        (lambda d: d["results"][0].update(dtype="fp64"), "fp64"),
     ],
 )
 def test_a_damaged_results_file_is_an_error(tmp_path: Path, change: Any, message: str) -> None:

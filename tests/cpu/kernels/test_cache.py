@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.errors import KernelError
+from octavo.errors import ConfigError, KernelError
 from octavo.kernels import cache, jit
 
 SOURCE = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] += 1.0f; }\n'
@@ -44,7 +45,7 @@ def test_second_call_reads_the_disk(compile_count: list[str]) -> None:
     assert [p.suffix for p in entries()] == [".kernel"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "foreign"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "foreign", "other layout"])
 def test_corrupt_entry_is_noticed_and_rebuilt(compile_count: list[str], damage: str) -> None:
     good = cache.compile_cached(SOURCE)
     path = entries()[0]
@@ -55,6 +56,9 @@ def test_corrupt_entry_is_noticed_and_rebuilt(compile_count: list[str], damage: 
         data[-100] ^= 1
     elif damage == "empty":
         data = bytearray()
+    elif damage == "other layout":
+        payload = b'{"ptx": ""}\ncubin'
+        data = cache._MAGIC + hashlib.sha256(payload).digest() + payload
     else:
         data = bytearray(b"something else entirely")
     path.write_bytes(data)
@@ -126,6 +130,22 @@ def test_unwritable_cache_costs_only_the_caching(
     assert cache.compile_cached(SOURCE).cubin
     assert cache.compile_cached(SOURCE).cubin
     assert len(compile_count) == 2
+
+
+@pytest.mark.parametrize("value", ["~no-such-user-here/x", None])
+def test_a_home_that_is_not_there_is_named(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    if value is None:  # a container's user without a home
+        monkeypatch.delenv("OCTAVO_CACHE_DIR")
+        monkeypatch.setattr(Path, "expanduser", homeless)
+    else:
+        monkeypatch.setenv("OCTAVO_CACHE_DIR", value)
+    with pytest.raises(ConfigError, match="OCTAVO_CACHE_DIR"):
+        cache.compile_cached(SOURCE)
 
 
 def test_broken_source_is_not_cached() -> None:

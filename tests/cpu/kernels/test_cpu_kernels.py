@@ -270,7 +270,7 @@ def test_without_a_home_directory_torch_serves(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+        raise ConfigError("there is no such home directory")
 
     monkeypatch.setattr(native, "directory", homeless)
     assert cpu_kernels(torch.float32) is None

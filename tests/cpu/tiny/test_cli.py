@@ -434,6 +434,7 @@ def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
         (f"{command} info {letters} --load-format dummy > /dev/full", 2),
         (f"{command} generate {letters} --load-format dummy <&-", 2),
         (f"{command} info {letters} --load-format dummy 2>&-", 0),
+        (f"{command} info /nowhere 2>/dev/full", 2),
     ):
         done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr

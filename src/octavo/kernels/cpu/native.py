@@ -18,6 +18,7 @@ import torch
 
 from octavo import env
 from octavo.config.machine import cpu_flags, cpu_name
+from octavo.errors import ConfigError
 from octavo.kernels.cache import directory, key_of, replace
 from octavo.logging import get_logger
 
@@ -85,8 +86,7 @@ def cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
         return None
     try:
         kernels = CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])))
-    # RuntimeError: there is no home directory to keep them in.
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, ConfigError, subprocess.SubprocessError) as error:
         logger.warning("no CPU kernels of our own, torch's are slower: %s", error)
         return None
     if dtype == torch.bfloat16 and "amx_bf16" in cpu_flags() and not kernels.has_amx:
