@@ -1,4 +1,4 @@
-"""What the engine did, in numbers: counters, histograms, throughput.
+"""What the engine did, in numbers: counters and histograms.
 
 Owns the definitions. TTFT: arrival to the first token of a request. ITL: each gap between two
 tokens of one completion; tokens that arrive together have gaps of 0 between them, so the gaps of a
@@ -8,9 +8,8 @@ tokens. E2E: arrival to the end of a request. Times are seconds of time.monotoni
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,33 +58,6 @@ class Histogram:
         return {"bounds": list(self.bounds), **counts}
 
 
-class WindowRate:
-    """Events per second over the last `window` seconds, or since the start if that is shorter."""
-
-    def __init__(self, window: float, start: float) -> None:
-        self._window = window
-        self._start = start
-        self._events: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def add(self, now: float, number: int) -> None:
-        """Record events. `now` does not go backwards."""
-        if number:
-            self._events.append((now, number))
-            self._total += number
-        self._forget(now)
-
-    def rate(self, now: float) -> float:
-        """Events in (now - window, now], per second."""
-        self._forget(now)
-        span = min(self._window, now - self._start)
-        return self._total / span if span > 0 else 0.0
-
-    def _forget(self, now: float) -> None:
-        while self._events and self._events[0][0] <= now - self._window:
-            self._total -= self._events.popleft()[1]
-
-
 @dataclass(slots=True)
 class CompletionTimes:
     """When the tokens of one completion arrived."""
@@ -128,32 +100,30 @@ class _Histograms:
 class EngineMetrics:
     """Totals of one engine. The output processor and the engine's step feed it."""
 
-    def __init__(self, window: float = 10.0, start: float | None = None) -> None:
-        start = time.monotonic() if start is None else start
+    def __init__(self) -> None:
         self.histograms = _Histograms()
         self.finished: Counter[FinishReason] = Counter()
         """Completions by reason."""
         self.num_prompt_tokens = 0
         """Prompt tokens of finished requests, cached ones included."""
+        self.num_prefill_tokens = 0
+        """Prompt tokens computed so far. A rate is a difference of counters, whoever wants one."""
         self.num_generation_tokens = 0
         self.num_steps = 0
         self._stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-        self._prefill_rate = WindowRate(window, start)
-        self._generation_rate = WindowRate(window, start)
 
-    def record_step(self, stats: SchedulerStats, now: float | None = None) -> None:
+    def record_step(self, stats: SchedulerStats) -> None:
         """After each step of the loop."""
         self.num_steps += 1
+        self.num_prefill_tokens += stats.num_prefill_tokens
         self._stats = stats
-        self._prefill_rate.add(time.monotonic() if now is None else now, stats.num_prefill_tokens)
 
-    def record_tokens(self, gaps: Mapping[float, int], number: int, now: float) -> None:
+    def record_tokens(self, gaps: Mapping[float, int], number: int) -> None:
         """`number` tokens arrived in one step, of all completions.
 
         gaps: how often each came, see CompletionTimes; in a step of decodes most are equal.
         """
         self.num_generation_tokens += number
-        self._generation_rate.add(now, number)
         for gap, times in gaps.items():
             self.histograms.itl_seconds.observe(gap, times)
 
@@ -177,9 +147,8 @@ class EngineMetrics:
         if metrics.e2e is not None:
             self.histograms.e2e_seconds.observe(metrics.e2e)
 
-    def snapshot(self, now: float | None = None) -> dict[str, Any]:
-        """Everything as plain data: gauges, counters, rates (tokens per second), histograms."""
-        now = time.monotonic() if now is None else now
+    def snapshot(self) -> dict[str, Any]:
+        """Everything as plain data: gauges, counters, histograms."""
         stats = self._stats
         queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
         free = stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 1.0
@@ -190,13 +159,12 @@ class EngineMetrics:
             "num_steps": self.num_steps,
             "num_preemptions": stats.num_preemptions,
             "prompt_tokens": self.num_prompt_tokens,
+            "prefill_tokens": self.num_prefill_tokens,
             "generation_tokens": self.num_generation_tokens,
             "completions": {reason.value: self.finished[reason] for reason in FinishReason},
             "prefix_cache_queries": queries,
             "prefix_cache_hits": hits,
             "prefix_cache_hit_rate": hits / queries if queries else 0.0,
-            "prefill_tokens_per_second": self._prefill_rate.rate(now),
-            "generation_tokens_per_second": self._generation_rate.rate(now),
             "histograms": {
                 name: getattr(self.histograms, name).snapshot() for name in _Histograms.__slots__
             },

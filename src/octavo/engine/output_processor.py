@@ -215,7 +215,7 @@ class OutputProcessor:
             if news.finish_reason is None and completion.output.finish_reason is not None:
                 to_abort.append(completion.request_id)
             parents[completion.parent.request_id] = completion.parent
-        self.metrics.record_tokens(gaps, num_tokens, now)
+        self.metrics.record_tokens(gaps, num_tokens)
         return self._outputs_of(parents.values(), to_abort, now), to_abort
 
     def abort(

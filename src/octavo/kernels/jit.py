@@ -6,11 +6,9 @@ cache is `kernels.cache`, loading and launching are `kernels.launch`.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,9 @@ BASE_FLAGS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 # the kernel stays right but loses half its speed, so tests and the harness treat it as a failure.
 SERIALIZED_WGMMA = ("C7510", "C7511", "C7514", "C7515")
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*(?://.*)?$', re.MULTILINE)
+_INCLUDE = re.compile(
+    r'^[ \t]*#[ \t]*include[ \t]+(?:"([^"]+)"|<([^>]+)>)[ \t]*(?://.*)?$', re.MULTILINE
+)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 # In the order of the fields of KernelResources.
 _REPORTED = (
@@ -112,16 +112,11 @@ def compile_source(
 
 
 def nvrtc_version() -> str:
-    """Version of the run-time compiler, "13.0", and of its package: it does not tell its patch level.
-
-    Raises KernelError when it is not installed.
-    """
+    """Version of the run-time compiler, "13.0". Raises KernelError when it is not installed."""
     nvrtc = _nvrtc()
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status):
         raise KernelError(f"nvrtcVersion failed: {status}")
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return f"{major}.{minor} ({metadata.version('nvidia-cuda-nvrtc')})"
     return f"{major}.{minor}"
 
 

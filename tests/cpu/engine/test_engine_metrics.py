@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.scheduler_output import SchedulerStats
-from octavo.engine.metrics import CompletionTimes, EngineMetrics, Histogram, WindowRate
+from octavo.engine.metrics import CompletionTimes, EngineMetrics, Histogram
 from octavo.outputs import FinishReason, RequestMetrics
 
 STATS = SchedulerStats(2, 3, 100, 75, 40, 30, 1, 200, 50)
@@ -18,11 +18,11 @@ STATS = SchedulerStats(2, 3, 100, 75, 40, 30, 1, 200, 50)
 
 def timeline(times: list[tuple[float, int]]) -> tuple[EngineMetrics, CompletionTimes]:
     """One completion whose tokens arrive as (time, number)."""
-    metrics, completion = EngineMetrics(start=0.0), CompletionTimes()
+    metrics, completion = EngineMetrics(), CompletionTimes()
     for now, number in times:
         gaps: dict[float, int] = {}
         completion.add(number, now, gaps)
-        metrics.record_tokens(gaps, number, now)
+        metrics.record_tokens(gaps, number)
     metrics.record_completion(completion, FinishReason.LENGTH)
     return metrics, completion
 
@@ -67,7 +67,7 @@ def test_gaps_add_up_to_last_minus_first(steps):
 
 
 def test_request_times():
-    metrics = EngineMetrics(start=0.0)
+    metrics = EngineMetrics()
     request = RequestMetrics(10.0, first_scheduled_time=10.5, finished_time=13.0)
     metrics.record_ttft(1.0)
     metrics.record_request(request, num_prompt_tokens=7)
@@ -89,28 +89,17 @@ def test_histogram_bounds_are_inclusive():
     assert Histogram((1.0,)).count == 0
 
 
-def test_rate_is_over_the_window_or_since_the_start():
-    rate = WindowRate(10.0, start=100.0)
-    assert rate.rate(100.0) == 0.0
-    rate.add(101.0, 20)
-    assert rate.rate(102.0) == 10.0  # 20 in 2 s
-    rate.add(105.0, 40)
-    assert rate.rate(110.0) == 6.0  # 60 in 10 s
-    assert rate.rate(111.0) == 4.0  # the first has left the window
-    assert rate.rate(200.0) == 0.0
-
-
 def test_snapshot_is_plain_and_complete():
     metrics, _ = timeline([(1.0, 1), (2.0, 1)])
-    assert metrics.snapshot(2.0)["prefix_cache_hit_rate"] == 0.0, "before the first step"
-    metrics.record_step(STATS, now=2.0)
-    found = json.loads(json.dumps(metrics.snapshot(now=4.0)))
+    assert metrics.snapshot()["prefix_cache_hit_rate"] == 0.0, "before the first step"
+    metrics.record_step(STATS)
+    found = json.loads(json.dumps(metrics.snapshot()))
     assert found["num_running"] == 2
     assert found["num_waiting"] == 3
     assert found["kv_cache_usage"] == 0.25
     assert found["prefix_cache_hit_rate"] == 0.25
-    assert found["prefill_tokens_per_second"] == 7.5
-    assert found["generation_tokens_per_second"] == 0.5
+    assert found["prefill_tokens"] == STATS.num_prefill_tokens
+    assert found["generation_tokens"] == 2
     assert found["completions"] == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert set(found["histograms"]) == {
         "ttft_seconds",
@@ -121,5 +110,5 @@ def test_snapshot_is_plain_and_complete():
         "prompt_tokens",
         "generation_tokens",
     }
-    metrics.record_step(dataclasses.replace(STATS, num_blocks=0, num_free_blocks=0), now=2.0)
-    assert metrics.snapshot(4.0)["kv_cache_usage"] == 0.0
+    metrics.record_step(dataclasses.replace(STATS, num_blocks=0, num_free_blocks=0))
+    assert metrics.snapshot()["kv_cache_usage"] == 0.0

@@ -262,7 +262,7 @@ def test_register_lists_of_wgmma_are_shortened() -> None:
 def test_an_unknown_kernel_is_an_error_that_lists_them() -> None:
     with pytest.raises(KernelError, match="no kernel 'two', only one"):
         assemble('extern "C" __global__ void one() {}', "x.cu", "two")
-    with pytest.raises(KernelError, match="x.cu has no kernel$"):
+    with pytest.raises(KernelError, match=r"x\.cu has no kernel$"):
         assemble("", "x.cu")
 
 

@@ -161,12 +161,12 @@ def test_wrong_kinds_are_refused_by_name(
         assert caught.value.field == field
 
 
-def test_prefill_rate_counts_every_step(tiny_model: Path) -> None:
+def test_prefill_tokens_count_every_step(tiny_model: Path) -> None:
     """With overlap a step() may make several plans; none is left out of the metrics."""
     for overlap in (False, True):
         with tiny(tiny_model, async_scheduling=overlap, enable_prefix_caching=False) as llm:
             run(llm, PROMPTS, PARAMS)
-            total = llm.engine.metrics._prefill_rate._total
+            total = llm.engine.metrics.num_prefill_tokens
             assert total == sum(len(prompt) for prompt in PROMPTS)
 
 
