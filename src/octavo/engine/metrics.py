@@ -44,16 +44,13 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values observed."""
         return sum(self.counts)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data."""
         counts = {"counts": list(self.counts), "sum": self.sum, "count": self.count}
         return {"bounds": list(self.bounds), **counts}
 
@@ -113,7 +110,6 @@ class EngineMetrics:
         self._stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
     def record_step(self, stats: SchedulerStats) -> None:
-        """After each step of the loop."""
         self.num_steps += 1
         self.num_prefill_tokens += stats.num_prefill_tokens
         self._stats = stats
@@ -128,18 +124,15 @@ class EngineMetrics:
             self.histograms.itl_seconds.observe(gap, times)
 
     def record_ttft(self, seconds: float) -> None:
-        """A request got its first token."""
         self.histograms.ttft_seconds.observe(seconds)
 
     def record_completion(self, times: CompletionTimes, reason: FinishReason) -> None:
-        """A completion ended."""
         self.finished[reason] += 1
         self.histograms.generation_tokens.observe(times.num_tokens)
         if (tpot := times.tpot) is not None:
             self.histograms.tpot_seconds.observe(tpot)
 
     def record_request(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
-        """A request ended with all its completions."""
         self.num_prompt_tokens += num_prompt_tokens
         self.histograms.prompt_tokens.observe(num_prompt_tokens)
         if metrics.queue_time is not None:

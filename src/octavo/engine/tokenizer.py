@@ -18,7 +18,7 @@ import tokenizers
 from octavo.config.fields import FieldReader
 from octavo.engine.gguf_tokenizer import build_tokenizer, call_library, starts_with_bos
 from octavo.errors import InvalidRequestError, ModelLoadError, shown
-from octavo.weights.gguf import GGUFFile
+from octavo.weights.gguf import opened
 from octavo.weights.safetensors import is_file, read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -72,7 +72,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """From the metadata of a GGUF file."""
-        meta = GGUFFile(Path(path)).metadata
+        meta = opened(Path(path)).metadata
         backend = build_tokenizer(meta, str(path))
         named = {}
         for name, short in zip(_NAMED, ("bos", "eos", "unknown", "padding"), strict=True):

@@ -39,7 +39,7 @@ def load_model_config(args: EngineArgs) -> ModelConfig:
         if load_format == "safetensors":
             raise ModelLoadError(f"{path}: load_format is safetensors, but this is a GGUF file")
         kind = "dummy" if load_format == "dummy" else "gguf"
-        return gguf.read_config(gguf.GGUFFile(path), kind, dtype)
+        return gguf.read_config(gguf.opened(path), kind, dtype)
     if load_format == "gguf":
         raise ModelLoadError(f"{path}: load_format is gguf, but this is a folder with config.json")
     config = safetensors.read_json(path / "config.json")

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,16 @@ class GGUFFile:
             text = f"tensor {shown(name)}: type {info.type.name} cannot be dequantised"
             raise ModelLoadError(f"{self.path}: {text}") from error
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(info.shape)
+
+
+def opened(path: Path) -> GGUFFile:
+    """A GGUFFile. Config, tokenizer and weights ask one after the other; the header is read once."""
+    return _opened(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, modified: int) -> GGUFFile:
+    return GGUFFile(path)
 
 
 def read_config(file: GGUFFile, load_format: LoadFormat, dtype: str) -> ModelConfig:

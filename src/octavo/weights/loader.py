@@ -96,7 +96,7 @@ def _check_names(config: ModelConfig) -> None:
         return
     held: Iterable[tuple[str, Any]] = _stored(config)  # memory-mapped: no data is read
     if config.load_format == "gguf":
-        held = ((one.name, one) for one in gguf.weights(gguf.GGUFFile(config.path)))
+        held = ((one.name, one) for one in gguf.weights(gguf.opened(config.path)))
     for _ in _matched(registry.weight_map(config), held, str(config.path)):
         pass
 
@@ -136,7 +136,7 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
         on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
         fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
-        fill(model, targets, gguf.iterate_tensors(gguf.GGUFFile(config.path), config), where)
+        fill(model, targets, gguf.iterate_tensors(gguf.opened(config.path), config), where)
     elif weight.is_cuda:
         ranges = safetensors.file_ranges(config.path)
         with FileUpload(weight.device) as upload:

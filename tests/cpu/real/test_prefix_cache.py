@@ -49,10 +49,13 @@ def test_divergence_inside_a_block(smollm2_path: Path) -> None:
         other = base[:55] + base[:45]
         family = [base, base + base[3:10], other]
         warm = [llm.generate([prompt], PARAMS, use_tqdm=False)[0] for prompt in family]
-    with engine(smollm2_path, dtype="float32", enable_prefix_caching=False) as llm:
-        cold = [llm.generate([prompt], PARAMS, use_tqdm=False)[0] for prompt in family]
+        cold = []
+        for prompt in family:
+            assert llm.reset_prefix_cache()
+            cold += llm.generate([prompt], PARAMS, use_tqdm=False)
     assert [fingerprint(output) for output in warm] == [fingerprint(output) for output in cold]
     assert [output.num_cached_tokens for output in warm] == [0, 96, 48]
+    assert [output.num_cached_tokens for output in cold] == [0, 0, 0]
 
 
 def test_salt_separates_prefixes(smollm2_path: Path) -> None:

@@ -48,17 +48,6 @@ def test_scores_equal_transformers(smollm2_path: Path, smollm2_reference: object
     assert torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
-def test_scores_with_output(overlap: bool, smollm2_path: Path) -> None:
-    """max_tokens 1 gives the same prompt scores and one token more (case L04)."""
-    with engine(smollm2_path, dtype="float32", async_scheduling=overlap) as llm:
-        [alone] = score(llm, [TEXTS[0]])
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, logprobs=2)
-        [output] = llm.generate(TEXTS[0], params, use_tqdm=False)
-        assert values(output) == alone
-        assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs or []) == 1
-
-
 @pytest.mark.parametrize(("dtype", "overlap"), [("float32", True), ("bfloat16", False)])
 def test_scores_do_not_depend_on_order_or_chunks(
     dtype: str, overlap: bool, smollm2_path: Path
@@ -84,7 +73,7 @@ def test_scores_do_not_depend_on_order_or_chunks(
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
 def test_prefix_cache_serves_scored_requests(overlap: bool, smollm2_path: Path) -> None:
-    """A second scored request takes the shared prefix from the cache; a plain one too."""
+    """A second scored request takes the shared prefix from the cache; a plain one too; with output."""
     with engine(smollm2_path, dtype="float32", async_scheduling=overlap) as llm:
         plain = SamplingParams(temperature=0.0, max_tokens=1)
         llm.generate(LONG, plain, use_tqdm=False)
@@ -95,6 +84,12 @@ def test_prefix_cache_serves_scored_requests(overlap: bool, smollm2_path: Path) 
         assert values(second) == values(first)
         [third] = llm.generate(LONG, plain, use_tqdm=False)
         assert third.num_cached_tokens == second.num_cached_tokens
+        # max_tokens 1 gives the same prompt scores and one token more (case L04).
+        [alone] = score(llm, [TEXTS[0]])
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, logprobs=2)
+        [output] = llm.generate(TEXTS[0], params, use_tqdm=False)
+        assert values(output) == alone
+        assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs or []) == 1
 
 
 def test_scores_survive_preemption(smollm2_path: Path) -> None:

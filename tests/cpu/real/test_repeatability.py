@@ -42,11 +42,16 @@ def test_the_comparison_can_fail(solo: list[Any], dtype: str, smollm2_path: Path
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
-def test_batched_equals_solo(
+def test_batched_cold_and_warm_equals_solo(
     overlap: bool, dtype: str, solo: list[Any], smollm2_path: Path
 ) -> None:
     with engine(smollm2_path, dtype=dtype, async_scheduling=overlap) as llm:
         assert run(llm) == solo
+        cold = llm.engine.core.stats()
+        assert run(llm) == solo
+        warm = llm.engine.core.stats()
+        hits = warm.prefix_cache_hits - cold.prefix_cache_hits
+        assert hits > 0.9 * (warm.prefix_cache_queries - cold.prefix_cache_queries)
 
 
 def test_reordered_equals_solo(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
@@ -74,17 +79,6 @@ def test_chunked_equals_solo(
         # Small chunks of long prompts are many steps: those prompts are left to larger chunks.
         order = {7: (0, 1, 2, 4, 5, 7), 37: (0, 1, 2, 4, 5, 6, 7)}.get(chunk, tuple(range(8)))
         assert run(llm, order) == [solo[index] for index in order]
-
-
-def test_warm_equals_cold(dtype: str, solo: list[Any], smollm2_path: Path) -> None:
-    """Overlap with one dtype, none with the other."""
-    with engine(smollm2_path, dtype=dtype, async_scheduling=dtype == "float32") as llm:
-        assert run(llm) == solo
-        cold = llm.engine.core.stats()
-        assert run(llm) == solo
-        warm = llm.engine.core.stats()
-        hits = warm.prefix_cache_hits - cold.prefix_cache_hits
-        assert hits > 0.9 * (warm.prefix_cache_queries - cold.prefix_cache_queries)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])

@@ -121,11 +121,9 @@ def grid_of(rung: Rung, m: int, n: int, resident: int) -> tuple[int, int, int]:
         if tiles_m > MAX_GRID_Y:
             raise KernelError(f"rung {rung.name}: M={m} needs more than {MAX_GRID_Y} tile rows")
         return tiles_n, tiles_m, 1
-    if resident < rung.cluster:
-        raise KernelError(f"rung {rung.name}: this GPU has no room for one cluster")
     clusters_m, clusters_n = cluster_tiles(rung, m, n)
     work = clusters_m * clusters_n
-    rounds = ceil_div(work * rung.cluster, resident)
+    rounds = ceil_div(work * rung.cluster, max(resident, 1))
     return ceil_div(work, max(rounds, 1)) * rung.cluster, 1, 1
 
 
