@@ -10,10 +10,12 @@ from octavo.errors import ConfigError
 
 def cache_dir() -> Path:
     """OCTAVO_CACHE_DIR: compiled kernels and tuning tables. Default ~/.cache/octavo."""
-    value = os.environ.get("OCTAVO_CACHE_DIR") or "~/.cache/octavo"
+    value = os.environ.get("OCTAVO_CACHE_DIR")
     try:
-        return Path(value).expanduser()
+        return Path(value or "~/.cache/octavo").expanduser()
     except RuntimeError:
+        if not value:
+            return Path(os.devnull)  # no home, no cache: nothing is found or written below that
         text = f"OCTAVO_CACHE_DIR={value!r}: there is no such home directory; name another folder"
         raise ConfigError(text) from None
 

@@ -48,5 +48,6 @@ def smollm2_reference(smollm2_path: Path, tmp_path_factory: pytest.TempPathFacto
         if not folder.exists():
             dequantized = transformers.GgufConfig(dequantize=True)
             file = {"gguf_file": smollm2_path.name, "quantization_config": dequantized}
-            load(smollm2_path.parent, **file, **how).save_pretrained(folder)
+            load(smollm2_path.parent, **file, **how).save_pretrained(shared / "part")
+            (shared / "part").rename(folder)
     return load(folder, **how).eval()

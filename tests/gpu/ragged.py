@@ -18,5 +18,6 @@ def ragged_shapes(rung: Rung) -> Iterator[tuple[int, int, int]]:
     yield from ((bm, bn, bk), (bm, bn, 8), (1, bn, bk), (bm, 8, bk), (1, 8, 8))
     yield from ((bm + 1, bn + 8, 264), (2 * bm + 1, 8, 1024), (3 * bm - 1, 3 * bn - 8, 136))
     yield from ((5 * bm, 7 * bn, 192), (17 * bm + 3, 9 * bn + 24, 64), (128, 128, 64))
-    yield from ((520, 520, 1096), (520, 520, 1032))  # with one cluster: many tiles, K past a ring
+    # With one cluster: many tiles; 16 K blocks of deferred stores, then rounds and a rest.
+    yield from ((520, 520, 1032), (520, 520, 1096), (520, 520, 1416))
     yield from ((33, 1, 64), (70, 77, 72), (257, 2 * bn + 3, 136), (1, 1, 8))

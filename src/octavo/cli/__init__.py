@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from octavo import __version__, env
 from octavo.bench.report import columns
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.logging import configure_logging
 
 VERBS = {
@@ -120,6 +120,5 @@ def _without_verb(arguments: Sequence[str]) -> int:
     print(columns([(f"  {name}", summary) for name, summary in VERBS.items()]))
     print("\n`octavo VERB --help` lists the options of a verb.")
     if arguments and arguments[0] not in ("-h", "--help"):
-        print(f"octavo: error: no verb {arguments[0]!r}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"no verb {arguments[0]!r}")
     return 0

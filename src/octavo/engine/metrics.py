@@ -100,11 +100,10 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.histograms = _Histograms()
         self.finished: Counter[FinishReason] = Counter()
-        """Completions by reason."""
         self.num_prompt_tokens = 0
         """Prompt tokens of finished requests, cached ones included."""
         self.num_prefill_tokens = 0
-        """Prompt tokens computed so far. A rate is a difference of counters, whoever wants one."""
+        """Scheduled in prefill; again after a preemption. Rates are differences of counters."""
         self.num_generation_tokens = 0
         self.num_steps = 0
         self._stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)

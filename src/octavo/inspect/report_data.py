@@ -120,11 +120,12 @@ def _load(option: str, path: Path, action: str, parse: Callable[[Any], Any]) -> 
 def parse_run(document: Mapping[str, Any]) -> LadderRun:
     """Raises KeyError, TypeError or ValueError for a document of another form or with a NaN."""
     groups: dict[tuple[Any, ...], Group] = {}
+    known = {"cublas", *(one.name for one in RUNGS)}
     for entry in document["results"]:
         size = int(entry["m"]), int(entry["n"]), int(entry["k"])
         dtype, mode, rung = (str(entry[key]) for key in ("dtype", "mode", "rung"))
-        if dtype not in ("fp32", "bf16") or min(size) < 1:
-            raise ValueError(f"a result for {dtype} of size {size}")
+        if dtype not in ("fp32", "bf16") or min(size) < 1 or rung not in known:
+            raise ValueError(f"a result of {rung} for {dtype} of size {size}")
         group = groups.setdefault((dtype, size, mode), Group(dtype, size, mode))
         group.rows[rung] = Row(rung, bool(entry["ok"]), *(float(entry[key]) for key in _NUMBERS))
         group.clocks.update(entry.get("clocks") or {})

@@ -20,7 +20,7 @@ from octavo.kernels.jit import Compiled, KernelResources
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"octavo-kernel-1\n"
+_MAGIC = b"octavo-kernel-2\n"
 _DIGEST_BYTES = 32
 
 
@@ -93,5 +93,5 @@ def load(path: Path, source: str) -> Compiled | None:
         head = json.loads(text)
         resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
         return Compiled(source, cubin, head["ptx"], head["log"], resources)
-    except (KeyError, TypeError):  # another Octavo's
+    except (AttributeError, KeyError, TypeError, ValueError):  # another Octavo's
         return None

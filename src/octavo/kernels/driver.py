@@ -8,8 +8,6 @@ this way fails at once on a machine without a driver. Structures follow cuda.h o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import POINTER, Structure, Union, byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -82,13 +80,16 @@ def primary_context(device: int) -> c_void_p:
     return context
 
 
-@contextmanager
-def current(device: int) -> Iterator[None]:
+class current:  # in lower case, for it is used as a function is
     """Makes a device's context this thread's, which may have none yet, or another device's."""
-    call("cuCtxPushCurrent_v2", primary_context(device))
-    try:
-        yield
-    finally:
+
+    def __init__(self, device: int) -> None:
+        self._context = primary_context(device)
+
+    def __enter__(self) -> None:
+        call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *_: object) -> None:
         call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 

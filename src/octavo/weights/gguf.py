@@ -201,11 +201,12 @@ class GGUFFile:
 
 def opened(path: Path) -> GGUFFile:
     """A GGUFFile. Config, tokenizer and weights ask one after the other; the header is read once."""
-    return _opened(path, path.stat().st_mtime_ns if path.is_file() else 0)
+    found = path.stat() if path.is_file() else None
+    return kept(path, found and (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=1)
-def _opened(path: Path, modified: int) -> GGUFFile:
+def kept(path: Path, identity: object) -> GGUFFile:
     return GGUFFile(path)
 
 

@@ -137,6 +137,7 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
         fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
         fill(model, targets, gguf.iterate_tensors(gguf.opened(config.path), config), where)
+        gguf.kept.cache_clear()
     elif weight.is_cuda:
         ranges = safetensors.file_ranges(config.path)
         with FileUpload(weight.device) as upload:

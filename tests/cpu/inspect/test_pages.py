@@ -315,6 +315,7 @@ def test_a_wrong_rung_is_said_to_be_wrong_and_is_never_the_best() -> None:
         (lambda d: d.pop("results"), "results"),
         (lambda d: d["results"][0].update(m=-1), "size"),
         (lambda d: d["results"][0].update(dtype="fp64"), "fp64"),
+        (lambda d: d["results"][0].update(rung="99_none"), "99_none"),
     ],
 )
 def test_a_damaged_results_file_is_an_error(tmp_path: Path, change: Any, message: str) -> None:

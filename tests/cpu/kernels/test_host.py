@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,37 @@ def test_cpu_tensors_are_refused_and_fake_ones_are_not_run() -> None:
     with FakeTensorMode():
         fake = torch.empty(8, 8, dtype=BF16, device="cuda")
         ops.matmul("12_two_consumers", fake, fake, fake)
+
+
+def test_extents_that_32_bits_cannot_round_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: K blocks or tiles would be counted below zero, and nothing be written."""
+    with FakeTensorMode():
+        for m, n, k in ((host.MAX_EXTENT, 8, 8), (8, host.MAX_EXTENT, 8), (8, 8, host.MAX_EXTENT)):
+            shapes = (m, k), (n, k), (m, n)
+            a, b, out = (torch.empty(shape, dtype=BF16, device="cuda") for shape in shapes)
+            with pytest.raises(KernelError, match="extent"):
+                host.check_operands(rung(20), a, b, out)
+
+
+def test_calls_are_kept_and_dropped_by_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_calls", {})
+    monkeypatch.setattr(host, "check_operands", lambda *_: None)
+    launched: list[int] = []
+    kernel = SimpleNamespace(launch=lambda *_: launched.append(1))
+    monkeypatch.setattr(
+        host, "prepare", lambda *_: SimpleNamespace(kernel=kernel, shape=0, parameters=0)
+    )
+    operands = [torch.empty(8, 8 + i, dtype=BF16) for i in range(400)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(host.run, 12, x, x, x) for x in operands * 4]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(launched) == 1600
+    assert 0 < len(host._calls) <= host._MAX_KEPT_CALLS + 8
 
 
 def test_unknown_rungs_are_errors() -> None:

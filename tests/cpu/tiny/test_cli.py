@@ -440,6 +440,11 @@ def test_closed_streams_and_a_full_disk_are_no_tracebacks(letters: str) -> None:
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) <= 1
+    nobody, stderr = os.pipe()
+    os.close(nobody)
+    gone = subprocess.run([*command.split(), "none"], stdout=subprocess.DEVNULL, stderr=stderr)
+    os.close(stderr)
+    assert gone.returncode == 2
 
 
 @pytest.mark.parametrize(

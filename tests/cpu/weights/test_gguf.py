@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from dataclasses import replace
@@ -15,9 +16,16 @@ from octavo.config.engine import EngineArgs
 from octavo.errors import ConfigError, ModelLoadError, OctavoError
 from octavo.models.registry import weight_map
 from octavo.weights.checkpoint import load_model_config
-from octavo.weights.gguf import GGUFFile, iterate_tensors, unpermute
+from octavo.weights.gguf import GGUFFile, iterate_tensors, opened, unpermute
 from tests.cpu.paged import PagedModel, assert_close, assert_same_bits, settings
-from tests.cpu.weights.helpers import pack, permute, save_folder, save_gguf, weights
+from tests.cpu.weights.helpers import (
+    pack,
+    permute,
+    save_folder,
+    save_gguf,
+    save_small_gguf,
+    weights,
+)
 
 KINDS = gguf.GGMLQuantizationType
 # Bound on |dequantised - original| for data from N(0, 1), in units of 1.
@@ -253,3 +261,16 @@ def test_load_weights_is_repeatable_from_one_file(small: bytes, tmp_path: Path) 
     again = PagedModel(model.config, num_blocks=2)
     tokens = torch.arange(3, 15)
     assert_same_bits(model.step_from_empty(tokens), again.step_from_empty(tokens))
+
+
+def test_a_file_put_in_the_place_of_another_is_read(tmp_path: Path) -> None:
+    """Also with its time (rsync -t), and under the name that was asked for before."""
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    save_small_gguf(first, "gpt2")
+    save_small_gguf(second, "llama")
+    os.utime(second, ns=(first.stat().st_mtime_ns, first.stat().st_mtime_ns))
+    before = opened(first)
+    assert opened(first) is before
+    second.replace(first)
+    after = opened(first)
+    assert after.metadata["tokenizer.ggml.model"] != before.metadata["tokenizer.ggml.model"]

@@ -45,11 +45,6 @@ class Occupancy:
     limiters: tuple[str, ...]
 
 
-def registers_per_warp(registers_per_thread: int) -> int:
-    """Registers one warp occupies, rounded up to the allocation unit."""
-    return ceil_div(registers_per_thread * WARP, REGISTER_UNIT) * REGISTER_UNIT
-
-
 def occupancy(threads: int, registers_per_thread: int, smem_bytes: int = 0) -> Occupancy:
     """Occupancy of a launch; `smem_bytes` is static plus dynamic shared memory of one CTA.
 
@@ -62,7 +57,8 @@ def occupancy(threads: int, registers_per_thread: int, smem_bytes: int = 0) -> O
     if not 0 <= smem_bytes <= MAX_SMEM_PER_CTA:
         raise KernelError(f"a CTA has at most {MAX_SMEM_PER_CTA} bytes, not {smem_bytes}")
     warps = ceil_div(threads, WARP)
-    warps_with_registers = REGISTERS // registers_per_warp(registers_per_thread)
+    units = ceil_div(registers_per_thread * WARP, REGISTER_UNIT)  # that a warp occupies
+    warps_with_registers = REGISTERS // (units * REGISTER_UNIT)
     smem = ceil_div(smem_bytes + SMEM_RESERVED_PER_CTA, SMEM_UNIT) * SMEM_UNIT
     allowed = {
         "threads": MAX_WARPS // warps,

@@ -7,8 +7,8 @@
 //            also leave room for a fourth stage. The rest of K runs in whole rounds of the ring, with all
 //            stages' addresses known: 56 instructions a K block instead of 62, for under the power limit an
 //            instruction costs clock, and testing for a store in every block would cost what deferring gains.
-// Limiter:   Power: at 8192^3 128 of 132 SMs have their tensor cores active 97.9% of the cycles (ncu), at the
-//            clock that 700 W allow.
+// Limiter:   Power: at 8192^3 tensor cores are active 94.9% of the cycles over all SMs (ncu), 97.9% of those
+//            of the 128 that work, at the clock that 700 W allow.
 // Predicted: 1% over rung 19: about 2,000 idle cycles less for each of a CTA's tiles.
 // Measured:  818 TFLOP/s at 4096^3, 832 TFLOP/s at 8192^3; 1.01, 1.03 x cuBLAS, cool; H200, ec36ff0.
 // PTX:       cp.async.bulk.wait_group.read with one group pending.
