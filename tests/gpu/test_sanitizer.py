@@ -28,7 +28,7 @@ def test_bf16_rungs_are_clean(tool: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         env={**os.environ, "PYTHONPATH": search},
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]

@@ -190,11 +190,8 @@ class Scheduler:
             request.num_prompt_scores += len(scores)
         num_appended, stop = append_until_stop(request, sampled)
         if epoch == request.epoch:
-            kv, num_before = self.state.kv, request.num_computed_tokens
             request.num_computed_tokens += num_tokens - num_rejected
-            # Amid a block there is nothing to offer.
-            if kv.has_windows or num_before % kv.block_size + num_tokens >= kv.block_size:
-                kv.cache_blocks(request, request.num_computed_tokens)
+            self.state.kv.cache_blocks(request, request.num_computed_tokens)
         if request.output_limit == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
             stop = RequestStatus.FINISHED_LENGTH, None
         token_ids = sampled if num_appended == len(sampled) else sampled[:num_appended]

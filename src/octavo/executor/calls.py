@@ -35,8 +35,9 @@ class Call(Generic[Result]):
             self._result = fn(*args)
         except BaseException as error:
             self.error = error
-        self._work = None
-        self._bell.put(None)
+        bell, self._work = self._bell, None
+        del self  # the error's traceback holds this frame: it must not hold the error in turn
+        bell.put(None)
 
     def wait(self) -> None:
         """Return once it has run. May be called again after an interrupt."""
@@ -59,10 +60,13 @@ class CallersThread:
     def submit(self, fn: Callable[..., Result], /, *args: Any) -> Call[Result]:
         """The call, over. Only an Exception is its outcome: an interrupt passes."""
         call = Call(fn, args)
-        call.run()
-        if call.error is not None and not isinstance(call.error, Exception):
-            raise call.error
-        return call
+        try:
+            call.run()
+            if call.error is not None and not isinstance(call.error, Exception):
+                raise call.error
+            return call
+        finally:
+            del call  # see run
 
     def close(self, wait: bool = True) -> None:
         """Nothing runs that would have to end."""

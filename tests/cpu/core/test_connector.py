@@ -177,3 +177,14 @@ def test_abort_before_schedule_is_told_to_the_connector_once() -> None:
     scheduler.abort(["a", "a"])
     assert connector.finished == [("a", [])]
     assert scheduler.is_idle_clean()
+
+
+def test_what_was_loaded_is_offered_though_no_block_is_filled_after_it() -> None:
+    """Eight of ten tokens come from afar, the other two end amid a block: two blocks to hit."""
+    connector = FakeConnector(8)
+    scheduler = make_scheduler(connector=connector, block_size=4)
+    scheduler.add_request(make_request("a", list(range(1, 11)), 1))
+    step(scheduler)
+    connector.offer = (0, False)
+    scheduler.add_request(make_request("b", [*range(1, 11), 77, 78], 1))
+    assert step(scheduler).new_requests[0].num_computed_tokens == 8

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,28 @@ def test_what_a_call_raises_is_the_outcome_of_its_step(kind: type, tmp_path: Pat
     step = PendingStep(kind().submit(launch), make_worker(tmp_path))
     assert isinstance(step.collect(), ValueError)
     assert isinstance(step.collect(), ValueError)
+
+
+@pytest.mark.parametrize("kind", [CallersThread, lambda: OwnThread("test")])
+def test_what_a_failed_call_had_is_freed_without_a_collection(kind: type, tmp_path: Path) -> None:
+    """Memory that a step ran out of must be there for the next one."""
+    held: list[weakref.ref[set[int]]] = []
+
+    def launch() -> LaunchedStep:
+        big = {1}
+        held.append(weakref.ref(big))
+        raise MemoryError
+
+    worker, thread = make_worker(tmp_path), kind()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert isinstance(PendingStep(thread.submit(launch), worker).collect(), MemoryError)
+        thread.submit(int).result()  # the last failed call has left the thread, too
+        assert [ref() for ref in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_is_not_kept() -> None:
