@@ -159,7 +159,7 @@ def test_damaged_gguf_settings_are_named(monkeypatch, key, value):
         def __init__(self, path) -> None:
             self.metadata = {**GOOD, f"tokenizer.{key}": value}
 
-    monkeypatch.setattr("octavo.engine.tokenizer.GGUFFile", Fake)
+    monkeypatch.setattr("octavo.engine.tokenizer.opened", Fake)
     with pytest.raises(ModelLoadError, match=rf"x\.gguf: tokenizer\.{key}"):
         load_tokenizer("x.gguf")
 
