@@ -73,6 +73,7 @@ class Attention(nn.Module):
         rotated = sum(self.qkv_proj.parts[:2])
         heads = self.qkv_proj.weight.data[:rotated].view(-1, self.head_dim, self.hidden_size)
         heads.copy_(heads[:, order])
+        self.qkv_proj.blocks = []  # in the order of the checkpoint
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: StepContext) -> torch.Tensor:
         """x: (T, hidden_size) -> the same shape. Writes this step's K/V into kv_cache."""

@@ -27,6 +27,7 @@ class Embedding(nn.Module):
         super().__init__()
         empty = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
+        self.blocks: list[tuple[str, torch.Tensor]] = []  # see Linear
         self.scale = torch.tensor(scale, dtype=dtype).item()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -59,5 +60,5 @@ class LMHead(Linear):
         """Pack the weight. A tied one stays with the embedding too, which looks up its rows."""
         (tied,) = self._tied
         if tied is not None:
-            self.weight = tied.weight
+            self.weight, self.blocks, tied.blocks = tied.weight, tied.blocks, []
         super().finalize(backend)

@@ -11,10 +11,10 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.config.engine import LinearBackend
-from octavo.kernels.cpu.native import DEPTH, LANES, CpuKernels, Matrix, cpu_kernels
+from octavo.kernels.cpu.native import DEPTH, LANES, Blocks, CpuKernels, Matrix, cpu_kernels
 from octavo.kernels.triton.linear import fixed_linear
 from octavo.logging import get_logger
 
@@ -61,13 +61,19 @@ class Linear(nn.Module):
             empty = torch.empty(sum(parts), dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
         self.kernel: LinearKernel | None = None
+        self.blocks: list[tuple[str, torch.Tensor]] = []
+        """Of parts that the checkpoint has in blocks, in order: type, and (rows, bytes of a row)."""
 
     def finalize(self, backend: LinearBackend) -> None:
         """Choose the kernel and give it the loaded weight; the CPU's packs it and lets go of it."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
-        self.kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
-        self.weight = None
+        kernel = LINEAR_KERNELS[backend]
+        kinds, rows = {kind for kind, _ in self.blocks}, [rows for _, rows in self.blocks]
+        if len(kinds) == 1 and sum(map(len, rows)) == self.weight.shape[0]:
+            kernel = partial(kernel, blocks=(kinds.pop(), rows))
+        self.kernel = kernel(self.weight.data, bias)
+        self.weight, self.blocks = None, []
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype, in `out` if given."""
@@ -125,27 +131,29 @@ class NativeLinear:
     """CPU with our own kernels (kernels/cpu), in which no row knows of another."""
 
     def __init__(
-        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+        self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None, blocks: Blocks | None = None
     ) -> None:
-        packed, wide = kernels.pack(weight), None if bias is None else bias.float()
+        packed, kind = kernels.pack(weight, blocks)
+        wide = None if bias is None else bias.float()
         pointer = None if wide is None else wide.data_ptr()
-        self.matrix = Matrix(packed.data_ptr(), pointer, *packed.shape)
-        self._kernels, self._alive = kernels, (packed, wide)
+        self.matrix = Matrix(packed.data_ptr(), kind, pointer, *weight.shape)
+        self._kernels, self._dtype, self._alive = kernels, weight.dtype, (packed, wide)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         assert out is None, "the CPU has no graphs to write for"
-        packed = self._alive[0]
-        assert (x.dtype, x.shape[1:]) == (packed.dtype, packed.shape[1:])
+        assert (x.dtype, x.shape[1]) == (self._dtype, self.matrix.depth)
         return self._kernels.linear(x, self.matrix)
 
 
-def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear | TiledLinear:
-    """Our own kernel where there is one for this machine and weight."""
+def cpu_linear(
+    weight: Tensor, bias: Tensor | None, blocks: Blocks | None = None
+) -> NativeLinear | TiledLinear:
+    """Our own kernel where there is one for this machine and weight; from blocks of the same values."""
     kernels = cpu_kernels(weight.dtype)
     if kernels is None or weight.shape[0] % LANES or weight.shape[1] % DEPTH:
         return TiledLinear(weight, bias)
-    return NativeLinear(kernels, weight, bias)
+    return NativeLinear(kernels, weight, bias, blocks)
 
 
 def cover(rows: int, tiles: tuple[int, ...]) -> list[int]:

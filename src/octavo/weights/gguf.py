@@ -26,6 +26,7 @@ from octavo.config.gguf_metadata import NAMES, hf_from_gguf
 from octavo.config.model import LoadFormat, ModelConfig
 from octavo.config.moe import MAX_EXPERTS
 from octavo.errors import ModelLoadError, shown
+from octavo.kernels.cpu.native import BLOCK_KINDS
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -174,6 +175,12 @@ class GGUFFile:
         num_bytes = math.prod(shape) // per_block * block_bytes
         return name, TensorInfo(shape, kind, offset, num_bytes)
 
+    def rows(self, name: str) -> torch.Tensor:
+        """A matrix as it is stored: (rows, bytes of a row)."""
+        info = self.tensors[name]
+        data = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
+        return torch.from_numpy(data.copy()).view(info.shape[0], -1)
+
     def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
         """The tensor, dequantised: float32, or the stored type if that is F16 or BF16.
 
@@ -249,13 +256,7 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
     """
 
     def read(weight: Weight) -> tuple[str, torch.Tensor]:
-        tensor = file.tensor(weight.stored, weight.expert)
-        # Only Llama files are permuted: the rotary embedding of other families is stored as it is.
-        if config.architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
-            if ".attn_q." in weight.stored:
-                tensor = unpermute(tensor, config.num_heads)
-            elif ".attn_k." in weight.stored:
-                tensor = unpermute(tensor, config.num_kv_heads)
+        tensor = _in_order(file.tensor(weight.stored, weight.expert), weight, config)
         if config.norm_unit_offset and weight.stored.endswith("norm.weight"):
             tensor = tensor.float() - 1.0  # the file has what is multiplied by
         return weight.name, tensor.view(weight.shape)
@@ -269,6 +270,26 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def iterate_blocks(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Of the matrices in BLOCK_KINDS: name, type, and (rows, bytes of a row)."""
+    for weight in weights(file):
+        info = file.tensors[weight.stored]
+        if info.type.name in BLOCK_KINDS and len(info.shape) == 2 and weight.expert is None:
+            rows = _in_order(file.rows(weight.stored), weight, config)
+            yield weight.name, info.type.name, rows
+
+
+def _in_order(rows: torch.Tensor, weight: Weight, config: ModelConfig) -> torch.Tensor:
+    """Rows of q and k in Hugging Face order."""
+    # Only Llama files are permuted: the rotary embedding of other families is stored as it is.
+    if config.architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
+        if ".attn_q." in weight.stored:
+            return unpermute(rows, config.num_heads)
+        if ".attn_k." in weight.stored:
+            return unpermute(rows, config.num_kv_heads)
+    return rows
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:

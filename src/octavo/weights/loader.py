@@ -13,6 +13,7 @@ from octavo.config import machine
 from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
+from octavo.layers.linear import Linear
 from octavo.models import registry
 from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
@@ -136,7 +137,14 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
         on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
         fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
-        fill(model, targets, gguf.iterate_tensors(gguf.GGUFFile(config.path), config), where)
+        file = gguf.GGUFFile(config.path)
+        fill(model, targets, gguf.iterate_tensors(file, config), where)
+        if not weight.is_cuda:
+            places = ((targets[name], *rest) for name, *rest in gguf.iterate_blocks(file, config))
+            for target, kind, rows in sorted(places, key=lambda place: place[0].start):
+                module = model.get_submodule(target.parameter.removesuffix(".weight"))
+                if isinstance(module, Linear) or config.tie_word_embeddings:
+                    module.blocks.append((kind, rows))
     elif weight.is_cuda:
         ranges = safetensors.file_ranges(config.path)
         with FileUpload(weight.device) as upload:

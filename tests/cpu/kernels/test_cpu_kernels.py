@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from tests.cpu import native_ops
@@ -24,7 +25,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu.native import cpu_kernels
 from octavo.kernels.triton.activation import reference_silu_and_mul
 from octavo.kernels.triton.norm import reference_rms_norm
-from octavo.layers.linear import NativeLinear, TiledLinear, cpu_linear
+from octavo.layers.linear import Linear, NativeLinear, TiledLinear, cpu_linear
 from octavo.layers.rotary import RotaryEmbedding
 
 pytestmark = needs_kernels
@@ -159,6 +160,72 @@ def test_rows_have_the_bits_that_they_have_alone(
         assert linear(x)[3].isnan().all()
         assert_same_bits(linear(x)[4:], out[4:])
         assert_same_bits(linear(x)[:3], out[:3])
+
+
+def stored(kind: str, columns: int, depth: int) -> torch.Tensor:
+    """Random rows of blocks; scales and least values up to 4, some zero, negative or subnormal."""
+    size = native.BLOCK_KINDS[kind][1]
+    rows = torch.randint(0, 256, (columns, depth // 32, size), dtype=torch.uint8)
+    heads = torch.empty(columns, depth // 32, 2).uniform_(-4, 4).half()
+    heads[1::5], heads[2::5, :, 0], heads[3::5, :, 1] = 6e-8, 0, 0
+    head = 4 if kind == "Q4_1" else 2
+    rows[..., :head] = heads.view(torch.uint8)[..., :head]
+    return rows.view(columns, -1)
+
+
+def values(kind: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By the gguf package, in fp32, then rounded."""
+    found = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(found).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", native.BLOCK_KINDS)
+def test_blocks_have_the_bits_of_their_values(
+    linear_kind: None, kind: str, dtype: torch.dtype
+) -> None:
+    """For any number of rows, more than a band, too; one panel, an odd number of them; 3 threads."""
+    for columns, depth in ((16, 32), (48, 96), (96, 1536)):
+        rows = stored(kind, columns, depth)
+        weight, bias = values(kind, rows, dtype), torch.randn(columns).to(dtype)
+        expected = NativeLinear(kernels(dtype), weight, bias)
+        parts = [rows[: columns // 4], rows[columns // 4 :]]
+        packed = NativeLinear(kernels(dtype), weight, bias, (kind, parts))
+        assert packed.matrix.kind
+        x = torch.randn(700, depth).to(dtype)
+        out = expected(x)
+        for count in (1, 2, 5, 16, 17, 33, 700):
+            assert_same_bits(packed(x[:count]), out[:count])
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            assert_same_bits(packed(x), out)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_a_scale_that_is_not_finite_stays_in_its_output(linear_kind: None) -> None:
+    for scale in (torch.inf, torch.nan):
+        rows = stored("Q4_0", 48, 64)
+        rows[7, :2] = torch.tensor([scale]).half().view(torch.uint8)
+        weight = values("Q4_0", rows, torch.bfloat16)
+        x = torch.randn(3, 64).bfloat16()
+        out = NativeLinear(kernels(torch.bfloat16), weight, None, ("Q4_0", [rows]))(x)
+        expected = NativeLinear(kernels(torch.bfloat16), weight, None)(x)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert_same_bits(out[:, torch.arange(48) != 7], expected[:, torch.arange(48) != 7])
+
+
+def test_parts_of_two_types_or_without_blocks_are_kept_as_values() -> None:
+    for blocks in (["Q4_0", "Q8_0"], ["Q4_0"], ["Q4_0", "Q4_0"]):
+        linear = Linear(64, (32, 32), torch.bfloat16, CPU)
+        assert linear.weight is not None
+        linear.weight.data.normal_()
+        linear.blocks = [(kind, stored(kind, 32, 64)) for kind in blocks]
+        linear.finalize("tiled")
+        assert isinstance(linear.kernel, NativeLinear)
+        assert bool(linear.kernel.matrix.kind) == (blocks == ["Q4_0", "Q4_0"])
+        assert linear.blocks == []
 
 
 def test_other_widths_and_types_are_left_to_torch() -> None:

@@ -11,7 +11,10 @@ import torch
 
 from octavo.config.engine import EngineArgs
 from octavo.engine.tokenizer import load_tokenizer
+from octavo.layers.linear import Linear
+from octavo.weights import gguf
 from octavo.weights.checkpoint import load_model_config
+from tests.cpu.native_ops import needs_kernels
 from tests.cpu.paged import PagedModel, assert_close, assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,6 +114,27 @@ def test_chunks_and_batch_mates_change_no_bit(model: PagedModel, texts: torch.Te
         got.append(model.hidden_step(batch)[request])
         start += mine
     assert_same_bits(torch.cat(got), expected)
+
+
+@needs_kernels
+def test_blocks_that_stay_packed_change_no_bit(
+    model: PagedModel, smollm2_path: Path, texts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q4_1 layers and the Q8_0 head, against the same weights as values."""
+    linears = [one for one in model.model.modules() if isinstance(one, Linear)]
+    assert all(one.kernel.matrix.kind for one in linears), "q, k and v are of one type, too"
+    monkeypatch.setattr(gguf, "iterate_blocks", lambda *_: iter(()))
+    dense = load(smollm2_path, str(model.model.embed_tokens.weight.dtype).removeprefix("torch."))
+    assert not any(
+        one.kernel.matrix.kind for one in dense.model.modules() if isinstance(one, Linear)
+    )
+    logits = []
+    for one in (model, dense):
+        one.reset()
+        first = one.add(65)
+        prefill = one.step({first: texts[0]})[first]
+        logits.append(torch.cat([prefill, one.step({first: texts[1][:1]})[first]]))
+    assert_same_bits(*logits)
 
 
 def test_bfloat16_stays_near_float32(

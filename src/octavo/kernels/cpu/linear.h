@@ -4,26 +4,23 @@
 // order), in fp32, rounded once at the end: its bits do not depend on the number of rows, on the
 // blocking or on threads.
 #pragma once
-#include "vectors.h"
+#include "blocks.h"
 #if defined ELEM_BF16 && defined __AMX_BF16__ && defined __AVX512BF16__ && defined __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 #define AMX
 #endif
 
-#define SIDE 16                    // rows and columns of a tile of outputs
-#define DEPTH 32                   // k of a tile product
 #define BAND_BYTES (1 << 20)       // of x that the L2 cache keeps while all weights pass
 #define STRIP 4                    // rows that vectors work on at once
 #define SLICE 128                  // k whose products are one chain; one over all of K errs twice as much
 
 typedef struct {
-    const elem *packed;
-    const float *bias;  // may be null
+    const void *packed;  // elements by pack_linear, or blocks by pack_blocks
+    long kind;           // of the blocks; 0: elements
+    const float *bias;   // may be null
     long columns, depth;
 } matrix;
-
-static int has_amx;
 
 // To be called first. Whether products are made by AMX: asks the system for the tile registers.
 int start_linear(void) {
@@ -37,12 +34,11 @@ int start_linear(void) {
 // weight: (columns, depth), columns a multiple of 16, depth of 32 -> (columns / 16, depth / 32, 512). AMX
 // wants pairs of k by columns there, vectors k by columns.
 void pack_linear(elem *packed, const elem *weight, long columns, long depth, int threads) {
-    long group = has_amx ? 2 : 1;
 #pragma omp parallel for num_threads(threads)
     for (long column = 0; column < columns; column++)
         for (long k = 0; k < depth; k++) {
             elem *panel = packed + column / SIDE * SIDE * depth;
-            panel[(k / group * SIDE + column % SIDE) * group + k % group] = weight[column * depth + k];
+            panel[element_place(k, column % SIDE)] = weight[column * depth + k];
         }
 }
 
@@ -153,12 +149,14 @@ static __attribute__((noinline)) void vector_outputs(elem *out, long out_stride,
             strip(out + row * out_stride, out_stride, x + row * depth, packed, bias, depth, rows - row, 1);
 }
 
-// x: (rows, depth), dense -> out: (rows, columns), dense.
-void run_linear(elem *out, const elem *x, const matrix *m, long rows, int threads) {
+// x: (rows, depth), dense -> out: (rows, columns), dense. Returns 0 if there is no memory.
+int run_linear(elem *out, const elem *x, const matrix *m, long rows, int threads) {
     long columns = m->columns, depth = m->depth, width = 2 * SIDE;
     long band = BAND_BYTES / ((long)sizeof(elem) * depth) / 32 * 32;
     if (band < 32) band = 32;
     long bands = (rows + band - 1) / band, panels = (columns + width - 1) / width;
+    long panel_bytes = depth / DEPTH * block_bytes(m->kind) * SIDE;
+    int enough = 1;
 #pragma omp parallel num_threads(threads)
     {
         long configured = 0;
@@ -166,9 +164,20 @@ void run_linear(elem *out, const elem *x, const matrix *m, long rows, int thread
         for (long b = 0; b < bands; b++)
             for (long panel = 0; panel < panels; panel++) {
                 long column = panel * width, end = (b + 1) * band < rows ? (b + 1) * band : rows;
-                const elem *packed = m->packed + column * depth;
+                const elem *packed = (const elem *)m->packed + column * depth;
                 const float *bias = m->bias ? m->bias + column : 0;
                 int wide = column + width <= columns;
+                if (m->kind) {
+                    elem *room = scratch(width * depth);
+                    if (!room) {
+                        enough = 0;
+                        continue;
+                    }
+                    const uint8_t *blocks = (const uint8_t *)m->packed + column / SIDE * panel_bytes;
+                    for (int i = 0; i <= wide; i++)
+                        expand(room + i * SIDE * depth, blocks + i * panel_bytes, m->kind, depth);
+                    packed = room;
+                }
                 for (long row = b * band; row < end; row += 32) {
                     long count = end - row < 32 ? end - row : 32;
                     elem *to = out + row * columns + column;
@@ -190,4 +199,5 @@ void run_linear(elem *out, const elem *x, const matrix *m, long rows, int thread
 #endif
         (void)configured;
     }
+    return enough;
 }

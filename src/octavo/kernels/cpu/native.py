@@ -28,6 +28,10 @@ LANES = 16
 """Rows of a weight must be a multiple of it, ..."""
 DEPTH = 32
 """... its columns of this."""
+BLOCK_KINDS = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
+"""GGUF types that stay packed: ggml's number, bytes of a block of DEPTH columns."""
+Blocks = tuple[str, list[torch.Tensor]]
+"""One of them, and parts of a weight, (rows, bytes of a row) each."""
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
 _COMPILER = "gcc"
@@ -45,7 +49,7 @@ P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 class Matrix(ctypes.Structure):
     """A packed weight (columns, depth), as linear.h has it, and its bias in fp32, or none."""
 
-    _fields_ = [("packed", P), ("bias", P), ("columns", N), ("depth", N)]
+    _fields_ = [("packed", P), ("kind", N), ("bias", P), ("columns", N), ("depth", N)]
 
 
 class CpuKernels:
@@ -54,22 +58,33 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.pack_linear.argtypes = [P, P, N, N, ctypes.c_int]
+        library.pack_blocks.argtypes = [P, P, N, N, N, ctypes.c_int]
         library.run_linear.argtypes = [P, P, P, N, ctypes.c_int]
         library.run_layers.argtypes = [P, P, P, P, N, N, P, P, P, P]
         self.has_amx = bool(library.start_linear())
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: (out_features, in_features) -> the same numbers, ordered for `linear`."""
-        weight, packed = weight.contiguous(), torch.empty(weight.shape, dtype=weight.dtype)
-        pointers = packed.data_ptr(), weight.data_ptr()
-        self._library.pack_linear(*pointers, *weight.shape, torch.get_num_threads())
-        return packed
+    def pack(self, weight: torch.Tensor, blocks: Blocks | None = None) -> tuple[torch.Tensor, int]:
+        """weight: (out_features, in_features) -> its numbers ordered for `linear`, and what they are.
+
+        blocks: the same numbers, which stay packed.
+        """
+        kind, size = BLOCK_KINDS[blocks[0]] if blocks else (0, 0)
+        source = torch.cat(blocks[1]) if blocks else weight.contiguous()
+        packed = torch.empty_like(source)
+        shape, threads = weight.shape, torch.get_num_threads()
+        if blocks:
+            assert source.shape == (shape[0], shape[1] // DEPTH * size)
+            self._library.pack_blocks(packed.data_ptr(), source.data_ptr(), kind, *shape, threads)
+        else:
+            self._library.pack_linear(packed.data_ptr(), source.data_ptr(), *shape, threads)
+        return packed, kind
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], matrix.columns)
         operands = out.data_ptr(), x.data_ptr(), ctypes.addressof(matrix)
-        self._library.run_linear(*operands, x.shape[0], torch.get_num_threads())
+        if not self._library.run_linear(*operands, x.shape[0], torch.get_num_threads()):
+            raise MemoryError("no memory for the elements of a panel of weights")
         return out
 
     def run_layers(self, *arguments: object) -> None:
