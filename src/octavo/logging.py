@@ -1,23 +1,17 @@
-"""Logger access for the package. Only entry points (CLI, server) call `configure_logging`."""
+"""How log lines look. Only entry points (CLI, server) call `configure_logging`: a library does not."""
 
 from __future__ import annotations
 
 import logging
 
 
-def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; libraries never configure handlers."""
-    return logging.getLogger(name)
-
-
 def configure_logging(level: str = "WARNING") -> None:
-    """Send Octavo's own log lines to stderr in one format. Called by entry points only."""
+    """Send Octavo's own log lines to stderr in one format."""
     logger = logging.getLogger("octavo")
     logger.setLevel(level)
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-        )
+        line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
         logger.addHandler(handler)
     logger.propagate = False

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 
-class Alarm(Exception):
-    """What the handler raises."""
+class Alarm(RuntimeError):
+    """What the handler raises: an error that locks raise, too."""
 
 
 def interrupt_often(
@@ -18,7 +18,8 @@ def interrupt_often(
 ) -> int:
     """Runs `body` over and over, each time cut short within `longest` seconds by an Alarm.
 
-    After each of them `check` has to return in another thread. Returns how many there were.
+    After each of them, while the Alarm and its frames live, `check` has to return in another thread.
+    Returns how many there were.
     """
     armed = False
 
@@ -29,22 +30,24 @@ def interrupt_often(
     draw = random.Random(0)
     before = signal.signal(signal.SIGALRM, ring)
     end, count = time.monotonic() + seconds, 0
+    kept: Alarm | None = None
     try:
         while time.monotonic() < end:
             count += 1
             try:
                 armed = True
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, longest))
-                while True:
+                while time.monotonic() < end + 10:
                     body()
-            except Alarm:
-                armed = False
+                raise AssertionError("an alarm was swallowed")
+            except Alarm as alarm:
+                armed, kept = False, alarm
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             other = threading.Thread(target=check, daemon=True)
             other.start()
             other.join(10)
-            assert not other.is_alive(), f"stuck for ever after {count} alarms"
+            assert not other.is_alive(), f"stuck for ever after {count} alarms: {kept!r}"
     finally:
         armed = False
         signal.signal(signal.SIGALRM, before)

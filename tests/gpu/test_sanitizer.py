@@ -15,12 +15,17 @@ from octavo.kernels.matmul.registry import RUNGS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_bf16_rungs_are_clean(tool: str) -> None:
+NUMBERS = [str(rung.number) for rung in RUNGS if rung.dtype == "bf16"]
+PARTS = 4  # for as many workers of pytest-xdist: racecheck of all rungs takes minutes
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("tool", ["racecheck", "memcheck"])
+def test_bf16_rungs_are_clean(tool: str, part: int) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is not installed")
-    numbers = [str(rung.number) for rung in RUNGS if rung.dtype == "bf16"]
+    numbers = NUMBERS[part::PARTS]
     search = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "src")])
     script = [sys.executable, "-m", "tests.gpu.run_rungs", *numbers]
     run = subprocess.run(

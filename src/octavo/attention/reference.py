@@ -11,6 +11,7 @@ splits before it are skipped, which changes no bit either.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +20,8 @@ import torch
 
 from octavo.attention.base import SPLIT_SIZE, CommonAttentionMetadata
 from octavo.config.kv_cache import KVCacheSpec
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 SMALL_ROWS = 16
 LARGE_ROWS = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +17,8 @@ from octavo.config.engine import (
 )
 from octavo.config.model import ModelConfig
 from octavo.errors import ConfigError
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_VOCAB = 2**19  # whose fixed-point sums fit in 63 bits (sample/logprobs.py)
 AS_GIVEN = "as given"

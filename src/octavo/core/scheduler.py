@@ -6,6 +6,7 @@ the life of every request between add_request and its last output. Single-thread
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -24,9 +25,8 @@ from octavo.core.scheduler_output import (
 from octavo.core.state import SchedulerState
 from octavo.core.stop import append_until_stop
 from octavo.errors import InvalidRequestError
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
@@ -15,12 +16,11 @@ from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import EngineDeadError, InvalidRequestError, expect, shown
 from octavo.executor.calls import OwnThread
-from octavo.logging import get_logger
 from octavo.outputs import EmbeddingOutput
 from octavo.worker.device import probe_device
 from octavo.worker.encoder_worker import EncoderWorker
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EmbeddingEngine:

@@ -6,9 +6,10 @@ flight. The scheduler's counters are built for that, so nothing else knows about
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from octavo import env
 from octavo.config.engine import EngineConfig
@@ -18,32 +19,20 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.scheduler_output import EngineCoreOutput, SchedulerOutput, SchedulerStats
 from octavo.errors import DeviceLostError, EngineDeadError
 from octavo.executor.inline import InlineExecutor, PendingStep
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 STEP_LOG_LENGTH = 4096  # steps that can be looked back on
-
-
-class Life:
-    """Whatever escapes a `with` block of it ends the engine: a plan or a result may be half applied."""
-
-    death: str | None = None
-    """Why the engine serves no more."""
-
-    def __enter__(self) -> None:
-        """Three times a step, so not by contextlib's generators, which take 1 us."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            self.death = f"the engine failed: {type(error).__name__}: {error}"
-            logger.error("the engine is dead", exc_info=error)
 
 
 class EngineCore:
     """Scheduler and executor of one engine. Not thread-safe: one caller drives `step`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    death: str | None = None
+    """Why the engine serves no more."""
+
+    def __init__(self, config: EngineConfig, record: Callable[[SchedulerStats], None]) -> None:
+        """`record` is told of each plan."""
         self._executor = InlineExecutor(config)
         try:
             num_blocks, pool = self._executor.size_pool()
@@ -61,7 +50,7 @@ class EngineCore:
         self.step_log: deque[SchedulerStats] = deque(maxlen=STEP_LOG_LENGTH)
         """State after each plan, newest last."""
         self._check_integrity = env.check_integrity()
-        self.life = Life()
+        self._record = record
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never fit, EngineDeadError if the
@@ -74,28 +63,29 @@ class EngineCore:
 
         No-op once the engine is dead: all its requests ended with it.
         """
-        if self.life.death is None:
+        if self.death is None:
             self.scheduler.abort(request_ids)
 
     def step(
-        self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> list[EngineCoreOutput]:
-        """Launch what can be launched, then settle the oldest step in flight.
+        self,
+        deliver: Callable[[list[EngineCoreOutput]], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Launch what can be launched, then settle the oldest step in flight and deliver its news.
 
         `waiting` is entered while the result is waited for, the only part that an interrupt may cut
-        short: nothing is lost, and step may be called again. What breaks planning or settling
-        itself leaves the scheduler's state unknown: it is raised as it is, and from then on every
-        call raises EngineDeadError, as after shutdown.
+        short: nothing is lost, and step may be called again. What breaks planning, settling or
+        delivery is raised as it is, and from then on every call raises EngineDeadError.
         """
         self._check_alive()
         while len(self._in_flight) < self._depth and self._launch():
             pass
         if not self._in_flight:
-            return []
+            return
         plan, pending = self._in_flight[0]
         with waiting():
             result = pending.collect()  # the step stays the oldest if this is interrupted
-        with self.life:
+        try:
             if isinstance(result, DeviceLostError):
                 raise result
             self._in_flight.popleft()
@@ -106,23 +96,35 @@ class EngineCore:
                 outputs = self.scheduler.update(plan, result)
             if self._check_integrity:
                 self.scheduler.check_integrity()
-        return outputs
+            deliver(outputs)  # nobody would get this news a second time
+        except BaseException as error:
+            self._end_by(error)
+            raise
 
     def shutdown(self) -> None:
         """Stop the worker; launched steps finish first. May be called twice."""
-        self.life.death = self.life.death or "the engine was shut down"
+        self.death = self.death or "the engine was shut down"
         self._executor.shutdown()
 
     def _launch(self) -> bool:
         """Plan a step and queue it; False if there is nothing to run."""
-        with self.life:
+        try:
             plan = self.scheduler.schedule()
             if plan.empty:
                 return False
             self._in_flight.append((plan, self._executor.execute(plan)))
             self.step_log.append(self.scheduler.stats())
+            self._record(self.step_log[-1])
+        except BaseException as error:
+            self._end_by(error)
+            raise
         return True
 
+    def _end_by(self, error: BaseException) -> None:
+        """A plan or a result may be half applied."""
+        self.death = f"the engine failed: {type(error).__name__}: {error}"
+        logger.error("the engine is dead", exc_info=error)
+
     def _check_alive(self) -> None:
-        if self.life.death is not None:
-            raise EngineDeadError(self.life.death)
+        if self.death is not None:
+            raise EngineDeadError(self.death)

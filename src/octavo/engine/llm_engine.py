@@ -6,14 +6,14 @@ The offline facade and, later, the server's front end drive requests through thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from itertools import takewhile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from octavo.config.engine import EngineArgs
 from octavo.config.model import ModelConfig
 from octavo.config.resolve import resolve
-from octavo.core.scheduler_output import EngineCoreOutput, SchedulerStats
+from octavo.core.scheduler_output import EngineCoreOutput
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ProcessedInput
@@ -32,7 +32,7 @@ class LLMEngine:
 
     Outputs of a request that was queued with a `sink` go there, whoever drives the engine; those of
     the others are returned by `step`. Ctrl-C takes effect only where a turn waits for a result, or
-    between turns, so no output of any request is lost. `Turns.take` says who cannot have a turn.
+    between turns, so no output of any request is lost. `Turns.run` says who cannot have a turn.
     """
 
     def __init__(self, args: EngineArgs, model: ModelConfig) -> None:
@@ -41,9 +41,9 @@ class LLMEngine:
         if not args.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(args.tokenizer or model.path)
         self.chat_template = ChatTemplate.load(args.chat_template, self.tokenizer)
-        self.core = EngineCore(config)
-        self.config = self.core.config
         self.metrics = EngineMetrics()
+        self.core = EngineCore(config, self.metrics.record_step)
+        self.config = self.core.config
         self.process = InputProcessor(self.config, self.tokenizer).process
         """The first half of add_request: every check that does not depend on what is running.
 
@@ -52,7 +52,6 @@ class LLMEngine:
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._sinks: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
-        self._recorded: SchedulerStats | None = None
         self._to_abort: deque[str] = deque()
         self._turns = Turns()
 
@@ -83,7 +82,8 @@ class LLMEngine:
         """The second half of add_request. With a `sink`, outputs are appended there."""
         children = processed.engine_requests
         parent = self._outputs.prepare(request_id, processed.prompt_text, children, output_kind)
-        with self._turns.take():
+
+        def add(_: InterruptGate) -> None:
             self._abort_queued()
             self._outputs.add(parent)
             try:
@@ -95,43 +95,52 @@ class LLMEngine:
             if sink is not None:
                 self._sinks[request_id] = sink
 
+        self._turns.run(add)
+
     def step(self) -> list[RequestOutput]:
         """Run the loop once; returns the news of requests that have no sink."""
-        with self._turns.take() as gate:
+
+        def pump(gate: InterruptGate) -> list[RequestOutput]:
             self._pump(gate)
-            gate.let_through()  # rather now than when the news are on their way to the caller
             unclaimed, self._unclaimed = self._unclaimed, []
-        return unclaimed
+            return unclaimed
+
+        return self._news_of(pump)
 
     def wait_for(self, sink: deque[RequestOutput], request_ids: Iterable[str]) -> None:
         """Run the loop until the sink has an output.
 
         Raises EngineDeadError if none of the requests lives any more: nothing would ever come.
         """
+
+        def pump(gate: InterruptGate) -> None:
+            if sink:
+                return
+            self._pump(gate)
+            # Only then: looking through thousands of ended requests takes as long as a step.
+            idle = not sink and not self.core.has_work()
+            if idle and not any(self._outputs.has_request(name) for name in request_ids):
+                raise EngineDeadError("the requests ended without an output")
+
         while not sink:
-            with self._turns.take() as gate:
-                if sink:
-                    return
-                self._pump(gate)
-                # Only then: looking through thousands of ended requests takes as long as a step.
-                idle = not sink and not self.core.has_work()
-                if idle and not any(self._outputs.has_request(name) for name in request_ids):
-                    raise EngineDeadError("the requests ended without an output")
+            self._turns.run(pump)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests; returns what they still had to say, their last outputs at the end.
 
         Unknown ids are ignored.
         """
-        if isinstance(request_ids, str):
-            request_ids = [request_ids]
-        with self._turns.take():
-            last = self._abort(request_ids)
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+
+        def end(_: InterruptGate) -> list[RequestOutput]:
+            last = self._abort(names)
             ended = {output.request_id for output in last}
             # News that another thread's turn brought, and nobody has fetched yet.
             earlier = [output for output in self._unclaimed if output.request_id in ended]
             self._unclaimed = [one for one in self._unclaimed if one.request_id not in ended]
             return earlier + last
+
+        return self._news_of(end)
 
     def abort_soon(self, request_ids: Iterable[str]) -> None:
         """Like abort, but done by the next call; never waits and never fails.
@@ -142,27 +151,47 @@ class LLMEngine:
 
     def has_work(self) -> bool:
         """True while a request lives, a launched step is not settled, or `step` has news to return."""
-        return bool(self._unclaimed) or self._is_busy()
+        return bool(self._unclaimed or self._to_abort) or self.core.has_work()
 
     def drain(self) -> None:
         """Run the loop until nothing lives and nothing is in flight."""
-        with self._turns.take() as gate:
-            self._drain(gate)
+        self._turns.run(self._drain)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
-        with self._turns.take() as gate:
+
+        def reset(gate: InterruptGate) -> bool:
             self._abort_queued()
             if not self._outputs.num_requests:
                 self._drain(gate)
             return self.core.scheduler.reset_prefix_cache()
 
+        return self._turns.run(reset)
+
     def shutdown(self) -> None:
         """Stop the worker. May be called twice; does nothing in a forked child, which has none."""
-        if self._turns.forked:
-            return
-        with self._turns.take() as gate, gate.open():
-            self.core.shutdown()
+
+        def stop(gate: InterruptGate) -> None:
+            with gate.open():
+                self.core.shutdown()
+
+        with suppress(EngineDeadError):
+            self._turns.run(stop)
+
+    def _news_of(self, work: Callable[[InterruptGate], list[RequestOutput]]) -> list[RequestOutput]:
+        """What a turn brings; from Ctrl-C at its end it is kept for the next `step`."""
+        news: list[RequestOutput] = []
+
+        def turn(gate: InterruptGate) -> None:
+            nonlocal news
+            news = work(gate)
+
+        try:
+            self._turns.run(turn)
+        except BaseException:
+            self._unclaimed[:0] = news
+            raise
+        return news
 
     def _abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         outputs, children = self._outputs.abort(request_ids)
@@ -181,18 +210,12 @@ class LLMEngine:
                 self._unclaimed += last
 
     def _drain(self, gate: InterruptGate) -> None:
-        while self._is_busy():
+        while self._to_abort or self.core.has_work():
             self._pump(gate)
-
-    def _is_busy(self) -> bool:
-        return bool(self._to_abort) or self.core.has_work()
 
     def _pump(self, gate: InterruptGate) -> None:
         self._abort_queued()
-        news = self.core.step(gate.open)
-        with self.core.life:  # nobody would get this news a second time
-            self._deliver(news)
-        self._record_plans()
+        self.core.step(self._deliver, gate.open)
 
     def _deliver(self, news: list[EngineCoreOutput]) -> None:
         outputs, stopped = self._outputs.process(news)
@@ -205,11 +228,3 @@ class LLMEngine:
             self._sinks.get(output.request_id, self._unclaimed).append(output)
             if output.finished:
                 self._sinks.pop(output.request_id, None)
-
-    def _record_plans(self) -> None:
-        """Every plan made since the last call; with overlap that may be none or several."""
-        log = self.core.step_log
-        new = list(takewhile(lambda stats: stats is not self._recorded, reversed(log)))
-        for stats in reversed(new):
-            self.metrics.record_step(stats)
-        self._recorded = log[-1] if log else None

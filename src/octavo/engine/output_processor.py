@@ -7,6 +7,7 @@ overlapped steps, tokens still arrive for a request that has just ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.metrics import CompletionTimes, EngineMetrics
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequestError
-from octavo.logging import get_logger
 from octavo.outputs import (
     CompletionOutput,
     FinishReason,
@@ -29,7 +29,7 @@ from octavo.outputs import (
     TokenLogprobs,
 )
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

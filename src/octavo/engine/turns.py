@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import EngineDeadError, OctavoError
 
-_LOOK_UP = 0.05  # seconds between looks at Ctrl-C while another thread has its turn
+Result = TypeVar("Result")
 
 
 class InterruptGate:
@@ -81,19 +81,13 @@ class Turns:
         self._owner: int | None = None
         self._pid = os.getpid()
 
-    @property
-    def forked(self) -> bool:
-        """True in a child process: the worker, and the lock's owner, stayed in the parent."""
-        return os.getpid() != self._pid
-
-    @contextmanager
-    def take(self) -> Iterator[InterruptGate]:
-        """Wait for a turn and hold it; Ctrl-C waits for its end, except where the gate is opened.
+    def run(self, work: Callable[[InterruptGate], Result]) -> Result:
+        """Wait for a turn and do the work; Ctrl-C waits for its end, except where the gate is opened.
 
         Raises EngineDeadError in a forked child, and OctavoError for a call from within a turn of
         the same thread, as a signal handler may make it: it would break into its own step.
         """
-        if self.forked:
+        if os.getpid() != self._pid:  # the worker, and the lock's owner, stayed in the parent
             raise EngineDeadError("the worker did not survive fork(); make an engine here")
         me = threading.get_ident()
         if self._owner == me:
@@ -102,21 +96,14 @@ class Turns:
                 "before the call that it interrupts has returned"
             )
         gate = InterruptGate()
-        # Another signal's handler may raise anywhere in the block. Whether the lock was taken by then
-        # is the lock's to say: nobody but its owner can release it.
-        try:
-            gate.install()
-            while not self._lock.acquire(timeout=_LOOK_UP):
-                gate.let_through()
-            self._owner = me
-            yield gate
-        finally:
-            # No handler runs amid these lines: that takes a call of Python code, or a loop.
-            gate.is_shut = False
-            if self._owner == me:
+        # Another signal's handler may raise anywhere, but never between the lock and the `with` of it,
+        # which are C; nor amid a `finally` of our own before its first call.
+        with self._lock:
+            try:
+                gate.install()
+                self._owner = me
+                return work(gate)
+            finally:
+                gate.is_shut = False
                 self._owner = None
-            try:  # noqa: SIM105 - `suppress` is Python code
-                self._lock.release()
-            except RuntimeError:
-                pass
-            gate.remove()
+                gate.remove()

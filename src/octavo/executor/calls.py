@@ -6,6 +6,8 @@ Not concurrent.futures: its locks are taken by Python code, and what a signal ha
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -76,14 +78,15 @@ class OwnThread:
     """Runs calls on a thread that lives until `close`, the end of this object, or of the process."""
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
-        self._closed = False
-        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._calls, thread)
+        self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
+        self._last, self._closed = Call(int, ()), False
+        threading.Thread(None, _serve, name, (self._calls, self._last), daemon=True).start()
+        _serving[self._last] = self._calls
+        # The collector runs in any thread, and an interrupted load may last: nobody waits there.
+        weakref.finalize(self, self._calls.put, self._last)
 
     def submit(self, fn: Callable[..., Result], /, *args: Any) -> Call[Result]:
-        """Queue a call. Raises RuntimeError after `close`."""
+        """Queue a call. Raises RuntimeError after `close`; a call that came amid it may yet run."""
         call = Call(fn, args)
         self._calls.put(call)
         # Looked at last: what was queued before the mark of the end runs, what came later is told.
@@ -92,21 +95,29 @@ class OwnThread:
         return call
 
     def close(self, wait: bool = True) -> None:
-        """End the thread after what is queued. May be called twice."""
+        """End the thread after what is queued. May be called again, also after an interrupt."""
         self._closed = True
-        if wait:
-            self._end()
-        else:
-            self._calls.put(None)
+        self._calls.put(self._last)
+        if wait:  # not by joining: Python 3.11 takes a thread for ended whose join is interrupted
+            self._last.wait()
 
 
-def _serve(calls: SimpleQueue[Call[Any] | None]) -> None:
-    while (call := calls.get()) is not None:
+_serving: dict[Call[Any], SimpleQueue[Call[Any]]] = {}
+"""The last call of each thread that lives, and its queue."""
+os.register_at_fork(after_in_child=_serving.clear)
+
+
+def _serve(calls: SimpleQueue[Call[Any]], last: Call[Any]) -> None:
+    while (call := calls.get()) is not last:
         call.run()
         del call  # and what it brought, before the next one comes
+    _serving.pop(last, None)
+    last.run()
 
 
-def _end(calls: SimpleQueue[Call[Any] | None], thread: threading.Thread) -> None:
-    calls.put(None)
-    if thread is not threading.current_thread():  # where the garbage collector may call this
-        thread.join()
+@atexit.register
+def _end_all() -> None:
+    """A thread that is amid C++ code when the interpreter goes aborts the process."""
+    for last, calls in list(_serving.items()):
+        calls.put(last)
+        last.wait()

@@ -50,8 +50,7 @@ class InlineExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        on_cpu = config.device == "cpu"
-        self._thread = OwnThread("octavo-worker") if on_cpu else CallersThread()
+        self._thread = OwnThread("octavo-worker") if config.device == "cpu" else CallersThread()
         try:
             self._worker = self._thread.submit(Worker, config).result()
         except BaseException:

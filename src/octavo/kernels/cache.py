@@ -20,9 +20,6 @@ from octavo.kernels.jit import Compiled, KernelResources
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"octavo-kernel-2\n"
-_DIGEST_BYTES = 32
-
 
 def directory() -> Path:
     return env.cache_dir() / "kernels"
@@ -52,21 +49,31 @@ def store(path: Path, compiled: Compiled) -> None:
     """Put an entry at `path`, for `load`."""
     resources = {name: asdict(value) for name, value in compiled.resources.items()}
     head = {"ptx": compiled.ptx, "log": compiled.log, "resources": resources}
-    payload = json.dumps(head).encode() + b"\n" + compiled.cubin
-    replace(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
+    write(path, json.dumps(head).encode() + b"\n" + compiled.cubin)
 
 
-def replace(path: Path, data: bytes) -> bool:
-    """Writes beside `path` and renames over it; a full or read-only disk costs only the caching.
+def load(path: Path, source: str) -> Compiled | None:
+    """The entry at `path`, or None if there is none that can be used."""
+    text, _, cubin = (read(path) or b"").partition(b"\n")
+    try:
+        head = json.loads(text)
+        resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
+        return Compiled(source, cubin, head["ptx"], head["log"], resources)
+    except (AttributeError, KeyError, TypeError, ValueError):  # none, or another Octavo's
+        return None
 
-    True if it was written.
+
+def write(path: Path, data: bytes) -> bool:
+    """Puts the data and, behind it, its digest at `path`, in one step, over what was there.
+
+    True if it was written: a full or read-only disk costs only the caching.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.write(data + hashlib.sha256(data).digest())
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -77,21 +84,14 @@ def replace(path: Path, data: bytes) -> bool:
     return True
 
 
-def load(path: Path, source: str) -> Compiled | None:
-    """The entry at `path`, or None if there is none or its checksum is wrong."""
+def read(path: Path) -> bytes | None:
+    """What `write` put there, or None if there is nothing or it is not whole."""
     try:
         data = path.read_bytes()
     except OSError:
         return None
-    start = len(_MAGIC) + _DIGEST_BYTES
-    payload = data[start:]
-    if not data.startswith(_MAGIC) or data[len(_MAGIC) : start] != hashlib.sha256(payload).digest():
+    data, digest = data[:-32], data[-32:]
+    if hashlib.sha256(data).digest() != digest:
         logger.warning("kernel cache: %s is corrupt; compiling again", path)
         return None
-    text, _, cubin = payload.partition(b"\n")
-    try:
-        head = json.loads(text)
-        resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
-        return Compiled(source, cubin, head["ptx"], head["log"], resources)
-    except (AttributeError, KeyError, TypeError, ValueError):  # another Octavo's
-        return None
+    return data

@@ -6,6 +6,7 @@ is computed is a `LinearKernel`, chosen by `finalize` after loading; docs/archit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -16,9 +17,8 @@ from torch import nn
 from octavo.config.engine import LinearBackend
 from octavo.kernels.cpu.native import DEPTH, LANES, CpuKernels, Matrix, cpu_kernels
 from octavo.kernels.triton.linear import fixed_linear
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 TILE = 16
 """Rows of the canonical call. All other tiles must give the bits of this one."""

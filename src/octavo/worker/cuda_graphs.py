@@ -7,6 +7,7 @@ whose tokens fit its bucket: decode, verification, small chunks. What is larger 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -14,9 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from octavo.logging import get_logger
-
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512
 """Largest bucket: beyond it launches hide behind the work."""

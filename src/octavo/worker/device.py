@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Literal
 
 import torch
@@ -10,9 +11,8 @@ import torch
 from octavo.config.machine import available_memory, cpu_name
 from octavo.config.resolve import DeviceFacts
 from octavo.errors import ConfigError
-from octavo.logging import get_logger
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (9, 0)
 

@@ -7,6 +7,7 @@ request slots on the device. What differs between devices is in `cpu_runner` and
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,7 +20,6 @@ from octavo.attention.groups import ModelBackend
 from octavo.config.engine import EngineConfig
 from octavo.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from octavo.kv_transfer.connector import KVConnectorWorker
-from octavo.logging import get_logger
 from octavo.models.decoder import TORCH_DTYPES, DecoderModel
 from octavo.outputs import TokenLogprobs
 from octavo.sample.device_sampler import DeviceSample
@@ -29,7 +29,7 @@ from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.prompt_scores import PromptScorer
 from octavo.worker.request_slots import RequestSlots
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 PendingSample = SamplerOutput | DeviceSample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +56,8 @@ def test_corrupt_entry_is_noticed_and_rebuilt(compile_count: list[str], damage: 
     elif damage == "empty":
         data = bytearray()
     elif damage in ("{}", "[]", "text"):  # the head of another layout
-        payload = damage.encode() + b"\ncubin"
-        data = cache._MAGIC + hashlib.sha256(payload).digest() + payload
+        cache.write(path, damage.encode() + b"\ncubin")
+        data = bytearray(path.read_bytes())
     else:
         data = bytearray(b"something else entirely")
     path.write_bytes(data)

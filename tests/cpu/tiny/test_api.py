@@ -95,9 +95,12 @@ def test_wrong_calls_show_no_progress(tiny_model: Path, capsys: pytest.CaptureFi
 def test_a_long_text_does_not_take_turns(tiny_model: Path) -> None:
     """Its checks, tokens and stop strings are made while another thread is at work."""
     with tiny(tiny_model) as llm, ThreadPoolExecutor(1) as other:
-        with llm.engine._turns.take():
+
+        def process(_: object) -> str:
             done = other.submit(llm.engine.process, "a", [5], PARAMS)
-            assert done.result(timeout=20).engine_requests[0].request_id == "a"
+            return done.result(timeout=20).engine_requests[0].request_id
+
+        assert llm.engine._turns.run(process) == "a"
 
 
 def test_the_model_is_a_path_or_a_name(tiny_model: Path, tmp_path: Path) -> None:

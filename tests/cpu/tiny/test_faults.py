@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_dead_engine_says_so(overlap: bool, tiny_model: Path) -> None:
         with pytest.raises(EngineDeadError, match="shut down"):
             list(stream)
         with pytest.raises(EngineDeadError, match="shut down"):
-            engine.core.step()
+            engine.core.step(lambda news: None, nullcontext)
         with pytest.raises(EngineDeadError, match="shut down"):
             engine.add_request("late", [1, 2], PARAMS)
         engine.abort(["late"])
@@ -259,7 +260,7 @@ def test_half_applied_step_ends_the_engine(
             with pytest.raises(EngineDeadError, match=type(error).__name__):
                 run(llm, PROMPTS, PARAMS)
             with pytest.raises(EngineDeadError, match=type(error).__name__):
-                core.step()
+                core.step(lambda news: None, nullcontext)
 
 
 def test_failed_construction_leaves_no_thread(

@@ -6,9 +6,11 @@ import _signal
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,8 +18,9 @@ from typing import Any
 import pytest
 
 from octavo import LLM
-from octavo.engine.turns import Turns
+from octavo.engine.turns import InterruptGate, Turns
 from octavo.errors import EngineDeadError, OctavoError
+from octavo.outputs import RequestOutputKind
 from tests.cpu.alarms import interrupt_often
 from tests.cpu.tiny.helpers import PARAMS, PROMPTS, params, run, tiny, tokens
 
@@ -27,6 +30,10 @@ def _interruptible() -> Generator[None, None, None]:
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, previous) is signal.default_int_handler
+
+
+def nothing(_: InterruptGate) -> None:
+    """A turn that does no work."""
 
 
 def press() -> None:
@@ -162,20 +169,17 @@ def test_ctrl_c_does_not_wait_for_another_thread() -> None:
     turns, taken, done = Turns(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turns.take():
-            taken.set()
-            done.wait(60)
+        turns.run(lambda gate: (taken.set(), done.wait(60)))
 
     thread = threading.Thread(target=hold)
     thread.start()
     taken.wait(60)
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt), turns.take():
-        pass
+    with pytest.raises(KeyboardInterrupt):
+        turns.run(nothing)
     done.set()
     thread.join()
-    with turns.take():
-        pass
+    turns.run(nothing)
 
 
 def test_a_handler_of_the_callers_own_is_called_once_and_kept() -> None:
@@ -187,7 +191,8 @@ def test_a_handler_of_the_callers_own_is_called_once_and_kept() -> None:
 
     previous = signal.signal(signal.SIGINT, handler)
     try:
-        with Turns().take() as gate:
+
+        def work(gate: InterruptGate) -> None:
             press()
             press()
             assert calls == []
@@ -195,12 +200,13 @@ def test_a_handler_of_the_callers_own_is_called_once_and_kept() -> None:
                 assert calls == [(signal.SIGINT, "press")]
                 press()
             press()
+
+        Turns().run(work)
         assert calls == [(signal.SIGINT, "press")] * 2
         assert signal.getsignal(signal.SIGINT) is handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with Turns().take():
-            press()
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        inside = Turns().run(lambda gate: (press(), signal.getsignal(signal.SIGINT)))
+        assert inside == (None, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -261,9 +267,7 @@ def test_a_forked_child_is_told_so(driving: bool, tiny_model: Path) -> None:
         taken, done = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with llm.engine._turns.take():
-                taken.set()
-                done.wait(60)
+            llm.engine._turns.run(lambda gate: (taken.set(), done.wait(60)))
 
         thread = threading.Thread(target=hold)
         if driving:
@@ -328,8 +332,7 @@ def test_the_lock_outlives_handlers_that_raise_anywhere() -> None:
     turns = Turns()
 
     def turn() -> None:
-        with turns.take():
-            pass
+        turns.run(nothing)
 
     assert interrupt_often(turn, turn, longest=1e-4) > 100
     assert turns._owner is None
@@ -337,6 +340,40 @@ def test_the_lock_outlives_handlers_that_raise_anywhere() -> None:
         press()
     turn()  # finds the handler behind a gate that an alarm has left installed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_any_function_of_a_step_loses_no_output(overlap: bool, tiny_model: Path) -> None:
+    """At the n-th function that it enters, for every n: later steps bring what this one did not."""
+    with tiny(tiny_model, async_scheduling=overlap) as llm:
+        engine = llm.engine
+        [expected] = tokens(run(llm, [[5, 6, 7]], params(max_tokens=4)))
+        for entry in count(1):
+            delta = RequestOutputKind.DELTA
+            engine.add_request(f"r{entry}", [5, 6, 7], params(max_tokens=4), output_kind=delta)
+            seen = engine.step()
+            entered = 0
+
+            def enter(frame: FrameType, event: str, _: object, nth: int = entry) -> None:
+                nonlocal entered
+                entered += event == "call"
+                if entered == nth:
+                    sys.setprofile(None)
+                    press()
+
+            try:
+                sys.setprofile(enter)
+                seen += engine.step()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            while engine.has_work():
+                seen += engine.step()
+            found = [token for output in seen for token in output.outputs[0].token_ids]
+            assert found == expected, f"interrupted at entry {entry}"
+            if entered < entry:
+                break
+        assert entry > 50
 
 
 def test_a_late_abort_still_brings_the_last_output(tiny_model: Path) -> None:
@@ -366,13 +403,12 @@ def test_ctrl_c_works_where_another_handlers_error_has_left_the_gate_installed(
 
     calls: list[Any] = []
     monkeypatch.setattr(_signal, "signal", alarmed)
-    with pytest.raises(TimeoutError), Turns().take():
-        pass
+    with pytest.raises(TimeoutError):
+        Turns().run(nothing)
     monkeypatch.undo()
     is_back = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert is_back == (call == 1), "only removing it was cut short"
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             press()
-    with Turns().take():
-        pass
+    Turns().run(nothing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,19 @@ from octavo.executor.inline import PendingStep
 from octavo.worker.model_runner import LaunchedStep
 from tests.cpu.alarms import interrupt_often
 from tests.cpu.worker.test_worker import make_worker
+
+INTERRUPTED_CLOSE = """
+def ring(*_):
+    raise TimeoutError
+signal.signal(signal.SIGALRM, ring)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+try:
+    thread.close()
+except TimeoutError:
+    pass
+else:
+    print("not interrupted")
+"""
 
 
 def test_a_call_runs_in_the_callers_thread() -> None:
@@ -89,23 +103,65 @@ def test_what_is_queued_runs_before_the_end_and_what_comes_later_is_told() -> No
     thread.close()
 
 
+def wait_for_the_end(name: str) -> None:
+    for _ in range(600):
+        if name not in {each.name for each in threading.enumerate()}:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{name} lives on")
+
+
 def test_a_forgotten_thread_ends() -> None:
     thread = OwnThread("octavo-forgotten")
     thread.submit(int).result()
     del thread
     gc.collect()
-    assert "octavo-forgotten" not in {each.name for each in threading.enumerate()}
+    wait_for_the_end("octavo-forgotten")
 
 
-def test_the_process_ends_with_calls_queued() -> None:
-    """They run first, and what they use is still there."""
+def test_nobody_waits_for_a_forgotten_call() -> None:
+    """As after an interrupted load, which may last minutes."""
+    thread, go_on = OwnThread("octavo-busy"), threading.Event()
+    call = thread.submit(go_on.wait, 60)
+    thread.close(wait=False)
+    del thread
+    gc.collect()
+    go_on.set()
+    assert call.result()
+    wait_for_the_end("octavo-busy")
+
+
+def test_an_interrupted_close_is_completed_by_the_next() -> None:
+    def interrupted(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        thread, go_on = OwnThread("test"), threading.Event()
+        call = thread.submit(go_on.wait, 60)
+        for _ in range(3):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(TimeoutError):
+                thread.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.1, go_on.set).start()
+    thread.close()
+    assert call._result is True, "close did not wait"
+
+
+@pytest.mark.parametrize("before", ["", INTERRUPTED_CLOSE, "thread.close(wait=False)"])
+def test_the_process_ends_with_calls_queued(before: str) -> None:
+    """They run first, and what they use is still there; also after an interrupted `close`."""
     code = """
-import time
+import signal, time
 from octavo.executor.calls import OwnThread
 thread = OwnThread("test")
 thread.submit(time.sleep, 0.3)
 thread.submit(print, "ran")
 """
+    code += before
     end = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (end.returncode, end.stdout, end.stderr) == (0, "ran\n", "")
 

@@ -6,9 +6,8 @@ do not compile, `cpu_kernels` gives None and the layers use torch instead.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
+import logging
 import subprocess
 import tempfile
 from functools import cache
@@ -19,10 +18,9 @@ import torch
 from octavo import env
 from octavo.config.machine import cpu_flags, cpu_name
 from octavo.errors import ConfigError
-from octavo.kernels.cache import directory, key_of, replace
-from octavo.logging import get_logger
+from octavo.kernels.cache import directory, key_of, read, write
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 LANES = 16
 """Rows of a weight must be a multiple of it, ..."""
@@ -37,7 +35,6 @@ _COMPILER = "gcc"
 _COMPILE = ("-O3", "-march=native", "-std=gnu17", "-Wno-psabi", "-fopenmp", "-fPIC", "-c")
 _LINK = ("-shared", "-Wl,-z,now,-Bsymbolic", "-lm")
 _LIMIT = 120  # seconds for the compiler
-_DIGEST_BYTES = 32
 
 P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
@@ -101,16 +98,12 @@ def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
     version += cpu_name() + cpu_flags()
     source = "".join(path.read_text("utf-8") for path in _SOURCES)
     path = directory() / f"{key_of(source, (*flags, *_LINK), version)}.so"
-    data = b""
-    with contextlib.suppress(OSError):
-        data = path.read_bytes()
-    if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:]:
+    if read(path) is None:
         with tempfile.TemporaryDirectory() as folder:
             made, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
             _run(*flags, str(Path(__file__).with_name("stack.c")), "-o", made)
             _run(made, *_LINK, "-o", library)
-            data = Path(library).read_bytes()
-            if not replace(path, data + hashlib.sha256(data).digest()):
+            if not write(path, Path(library).read_bytes()):
                 return ctypes.CDLL(library)  # its file may go when it is loaded
     return ctypes.CDLL(str(path))
 
