@@ -6,6 +6,7 @@ only argument: one read outside an allocation, to see that it is noticed.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def generate(shape: str, eager: bool, folder: Path) -> None:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(300, exit=True)  # it takes 25: a hang says where it stands
     if sys.argv[1:] == ["bad-read"]:
         read_outside()
     else:

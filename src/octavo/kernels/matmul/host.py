@@ -79,7 +79,7 @@ def run(number: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
             return
         call = prepare(_rung(number), a, b, out)
         _calls[key] = call
-        if len(_calls) > _MAX_KEPT_CALLS:
+        while len(_calls) > _MAX_KEPT_CALLS:
             _calls.pop(list(_calls)[0], None)  # noqa: RUF015 (other threads may be adding)
     call.kernel.launch(a.device.index, call.shape, call.parameters)
 
