@@ -11,12 +11,11 @@ import json
 import logging
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 from octavo import env
 from octavo.kernels import jit
-from octavo.kernels.jit import Compiled, KernelResources
+from octavo.kernels.jit import Compiled
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +40,9 @@ def compile_cached(source: str, *, name: str = "kernel.cu") -> Compiled:
     found = load(path, inlined)
     if found is None:
         found = jit.compile_source(source, name=name)
-        store(path, found)
+        head = {"ptx": found.ptx, "log": found.log}
+        write(path, json.dumps(head).encode() + b"\n" + found.cubin)
     return found
-
-
-def store(path: Path, compiled: Compiled) -> None:
-    """Put an entry at `path`, for `load`."""
-    resources = {name: asdict(value) for name, value in compiled.resources.items()}
-    head = {"ptx": compiled.ptx, "log": compiled.log, "resources": resources}
-    write(path, json.dumps(head).encode() + b"\n" + compiled.cubin)
 
 
 def load(path: Path, source: str) -> Compiled | None:
@@ -57,9 +50,8 @@ def load(path: Path, source: str) -> Compiled | None:
     text, _, cubin = (read(path) or b"").partition(b"\n")
     try:
         head = json.loads(text)
-        resources = {name: KernelResources(**value) for name, value in head["resources"].items()}
-        return Compiled(source, cubin, head["ptx"], head["log"], resources)
-    except (AttributeError, KeyError, TypeError, ValueError):  # none, or another Octavo's
+        return Compiled(source, cubin, head["ptx"], head["log"])
+    except (KeyError, TypeError, ValueError):  # none, or another Octavo's
         return None
 
 

@@ -53,14 +53,22 @@ class Compiled:
 
     `source` is the text after inlining, `cubin` an ELF, `ptx` its intermediate form (to read, never
     to load: a newer NVRTC writes PTX that an older driver cannot assemble).
-    `resources` maps each kernel's name to what ptxas reported.
     """
 
     source: str
     cubin: bytes
     ptx: str
     log: str
-    resources: dict[str, KernelResources]
+
+    @property
+    def resources(self) -> dict[str, KernelResources]:
+        """What the log's `ptxas -v` lines say, by kernel."""
+        sections = re.split(r"Compiling entry function '([^']+)' for", self.log)
+        found = {}
+        for name, text in zip(sections[1::2], sections[2::2], strict=True):
+            matches = (re.search(pattern, text) for pattern in _REPORTED)
+            found[name] = KernelResources(*(int(match[1]) if match else 0 for match in matches))
+        return found
 
 
 def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DIR) -> str:
@@ -107,8 +115,7 @@ def compile_source(
     Raises KernelError with the compiler's log when NVRTC is missing or the source is wrong.
     """
     inlined = inline_includes(source, name)
-    cubin, ptx, log = _run_nvrtc(inlined, name, compile_flags(extra_flags))
-    return Compiled(inlined, cubin, ptx, log, parse_resources(log))
+    return Compiled(inlined, *_run_nvrtc(inlined, name, compile_flags(extra_flags)))
 
 
 def nvrtc_version() -> str:
@@ -118,16 +125,6 @@ def nvrtc_version() -> str:
     if int(status):
         raise KernelError(f"nvrtcVersion failed: {status}")
     return f"{major}.{minor}"
-
-
-def parse_resources(log: str) -> dict[str, KernelResources]:
-    """Reads the `ptxas -v` lines of a compile log."""
-    found: dict[str, KernelResources] = {}
-    sections = re.split(r"Compiling entry function '([^']+)' for", log)
-    for name, text in zip(sections[1::2], sections[2::2], strict=True):
-        matches = (re.search(pattern, text) for pattern in _REPORTED)
-        found[name] = KernelResources(*(int(match[1]) if match else 0 for match in matches))
-    return found
 
 
 def _nvrtc() -> Any:  # cuda.bindings ships no type stubs

@@ -90,6 +90,6 @@ def test_resource_report_of_a_fixed_log() -> None:
         "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 9 registers, used 0 barriers\n"
     )
-    found = jit.parse_resources(log)
+    found = jit.Compiled("", b"", "", log).resources
     assert found["one"] == jit.KernelResources(168, 24, 48, 16, 1024)
     assert found["two"] == jit.KernelResources(9, 0, 0, 0, 0)
