@@ -32,16 +32,16 @@ def exactly(num_tokens: int, temperature: float = 0.0) -> SamplingParams:
 
 
 def time_requests(
-    llm: LLM, input_lens: list[int], output_lens: list[int], temperature: float, seed: int
+    llm: LLM, count: int, input_len: int, output_len: int, seed: int, temperature: float = 0.0
 ) -> float:
-    """Seconds from submitting one request per pair of lengths to the last token of all."""
+    """Seconds from submitting `count` requests to the last token of all."""
     config = llm.engine.config
-    prompts = random_prompts(input_lens, config.model.vocab_size, seed)
-    params = [exactly(num_tokens, temperature) for num_tokens in output_lens]
+    prompts = random_prompts([input_len] * count, config.model.vocab_size, seed)
+    params = exactly(output_len, temperature)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     elapsed = time.perf_counter() - start
-    check_produced(outputs, output_lens, config.scheduler.max_model_len)
+    check_produced(outputs, [output_len] * count, config.scheduler.max_model_len)
     return elapsed
 
 
@@ -52,9 +52,8 @@ def run_latency(
 
     Returns seconds: every latency, mean, percentiles; and output tokens/s at the median.
     """
-    lengths = [input_len] * batch_size, [output_len] * batch_size
-    runs = [time_requests(llm, *lengths, 0.0, seed) for seed in range(warmup + iterations)]
-    latencies = runs[warmup:]
+    sizes = batch_size, input_len, output_len
+    latencies = [time_requests(llm, *sizes, seed) for seed in range(warmup + iterations)][warmup:]
     return {
         "latencies": latencies,
         "avg_latency": statistics.fmean(latencies),
@@ -64,30 +63,32 @@ def run_latency(
 
 
 def run_throughput(
-    llm: LLM, input_lens: list[int], output_lens: list[int], temperature: float, seed: int
+    llm: LLM, *, input_len: int, output_len: int, num_prompts: int, warmup: int, temperature: float
 ) -> dict[str, Any]:
-    """Run one request per pair of lengths, all at once. Returns rates a second and the totals.
+    """Run `num_prompts` requests at once, after `warmup` uncounted runs.
 
-    The prefix cache should be off, or repeated runs measure the cache.
+    Returns rates a second and the totals, on a CPU `memory_ceiling` as well. The prefix cache should
+    be off, or repeated runs measure the cache.
     """
-    elapsed = time_requests(llm, input_lens, output_lens, temperature, seed)
-    produced = sum(output_lens)
-    return {
-        "num_requests": len(input_lens),
+    sizes = num_prompts, input_len, output_len
+    elapsed = [time_requests(llm, *sizes, seed, temperature) for seed in range(warmup + 1)][-1]
+    found = {
+        "num_requests": num_prompts,
         "elapsed_s": elapsed,
-        "requests_per_s": len(input_lens) / elapsed,
-        "total_tokens_per_s": (sum(input_lens) + produced) / elapsed,
-        "output_tokens_per_s": produced / elapsed,
+        "requests_per_s": num_prompts / elapsed,
+        "total_tokens_per_s": num_prompts * (input_len + output_len) / elapsed,
+        "output_tokens_per_s": num_prompts * output_len / elapsed,
     }
+    return found | (memory_ceiling(llm) if llm.engine.config.device == "cpu" else {})
 
 
-def memory_ceiling(llm: LLM, num_bytes: int = 1 << 28, repeats: int = 20) -> dict[str, float]:
+def memory_ceiling(llm: LLM) -> dict[str, float]:
     """What a CPU's memory allows at one request: each decoded token needs the weights once.
 
-    Reading is measured: the best of `repeats` sums of num_bytes by torch's threads.
+    Reading is measured: the best of 20 sums of 256 MiB by torch's threads.
     """
-    numbers = torch.ones(num_bytes // 8, dtype=torch.int64)
-    speed = num_bytes / min(timeit.repeat(numbers.sum, number=1, repeat=repeats))
+    numbers = torch.ones(1 << 25, dtype=torch.int64)
+    speed = numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=20))
     weights = sum(one.weight_bytes for one in step_operations(llm.engine.config.model, [(1, 1)], 1))
     return {
         "read_bytes_per_s": speed,
@@ -105,7 +106,7 @@ def run_prefix(llm: LLM, *, input_len: int, iterations: int) -> dict[str, Any]:
     config = llm.engine.config
     vocab_size = config.model.vocab_size
     rows: dict[str, list[tuple[float, int]]] = {"cold": [], "warm": []}
-    time_requests(llm, [input_len], [1], 0.0, seed=iterations)  # a warm-up
+    time_requests(llm, 1, input_len, 1, seed=iterations)  # a warm-up
     for seed in range(iterations):
         shared, *tails = random_prompts([input_len, TAIL, TAIL], vocab_size, seed)
         for name, tail in zip(rows, tails, strict=True):

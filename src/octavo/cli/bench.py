@@ -15,7 +15,7 @@ from octavo.cli import options
 from octavo.config.resolve import make_args
 from octavo.config.step_cost import Machine
 from octavo.errors import ConfigError
-from octavo.inspect.page import style
+from octavo.inspect.page import render, style
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import probe_device
@@ -87,55 +87,18 @@ def run(args: argparse.Namespace) -> int:
         if args.kind == "step":
             result |= measure_step(llm, args)
         elif args.kind == "prefix":
-            result |= measure_prefix(llm, **numbers)
+            result |= offline.run_prefix(llm, **numbers)
         elif args.kind == "latency":
-            result |= measure_latency(llm, **numbers)
+            result |= offline.run_latency(llm, **numbers)
         else:
-            result |= measure_throughput(llm, temperature=args.temperature, **numbers)
+            result |= offline.run_throughput(llm, temperature=args.temperature, **numbers)
+    if args.kind != "step":
+        print(render("bench.txt", **result), end="")
     line = json.dumps(result | {"environment": provenance.describe()})
     print(line)
     if args.output_json is not None:
         options.write_text("--output-json", args.output_json, line + "\n")
     return 0
-
-
-def measure_latency(llm: LLM, **numbers: int) -> dict[str, Any]:
-    """Run and print like vLLM's `bench latency`."""
-    result = offline.run_latency(llm, **numbers)
-    print(f"Avg latency: {result['avg_latency']:.3f} seconds")
-    for percent, value in result["percentiles"].items():
-        print(f"{percent}% percentile latency: {value:.3f} seconds")
-    return result
-
-
-def measure_throughput(
-    llm: LLM, input_len: int, output_len: int, num_prompts: int, warmup: int, temperature: float
-) -> dict[str, Any]:
-    """Run and print like vLLM's `bench throughput`."""
-    lengths = [input_len] * num_prompts, [output_len] * num_prompts
-    for seed in range(warmup + 1):
-        result = offline.run_throughput(llm, *lengths, temperature, seed)
-    print(
-        f"Throughput: {result['requests_per_s']:.2f} requests/s, "
-        f"{result['total_tokens_per_s']:.2f} total tokens/s, "
-        f"{result['output_tokens_per_s']:.2f} output tokens/s"
-    )
-    if llm.engine.config.device == "cpu":
-        result |= offline.memory_ceiling(llm)
-        print(
-            f"Memory roofline: {result['weight_bytes'] / 1e6:.0f} MB of weights a step at "
-            f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s, {result['ceiling_steps_per_s']:.1f} steps/s"
-        )
-    return result
-
-
-def measure_prefix(llm: LLM, **numbers: int) -> dict[str, Any]:
-    """TTFT of a prompt and of a second one with the same beginning."""
-    result = offline.run_prefix(llm, **numbers)
-    for name in ("cold", "warm"):
-        ttft, computed = result[f"{name}_ttft_s"], result[f"{name}_computed_tokens"]
-        print(f"TTFT {name}: {ttft * 1e3:.1f} ms, {computed:.0f} tokens computed")
-    return result
 
 
 def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:

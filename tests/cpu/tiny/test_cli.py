@@ -93,7 +93,7 @@ def test_bench_names_the_errors_of_failed_requests(
 
         monkeypatch.setattr(worker, "launch", fail)
         with pytest.raises(OctavoError, match=r"^0 of 6 .* 2 of 2 requests failed: .*no such luck"):
-            run_throughput(llm, input_lens=[4, 4], output_lens=[3, 3], temperature=0.0, seed=0)
+            run_throughput(llm, input_len=4, output_len=3, num_prompts=2, warmup=0, temperature=0.0)
 
 
 def test_produced_tokens_are_counted_a_request() -> None:
