@@ -149,7 +149,7 @@ def run_roofline(args: argparse.Namespace) -> int:
     speed = roof.attainable(intensity) / 1e12
     block_m, block_n = args.tile
     tiles = quantization.tile_quantization(args.m, args.n, block_m, block_n)
-    waves = quantization.wave_quantization(tiles.tiles, device.num_sms)
+    waves = quantization.wave_quantization(tiles.pieces, device.num_sms)
     print(
         f"""{name} {args.dtype} on {device.name} at {clock} MHz
   work        {flops / 1e9:.2f} GFLOP, {traffic / 1e6:.2f} MB at least
@@ -157,8 +157,8 @@ def run_roofline(args: argparse.Namespace) -> int:
   peak        {roof.flops_per_s / 1e12:.0f} TFLOP/s, {roof.bytes_per_s / 1e12:.2f} TB/s
   bound by    {roof.limiter(intensity)}
   at best     {speed:.1f} TFLOP/s, {roof.seconds(flops, traffic) * 1e6:.2f} us
-  {block_m}x{block_n} tiles  {tiles.tiles} tiles, {tiles.efficiency:.0%} of them useful; \
-{waves.waves} waves on {device.num_sms} SMs, {waves.efficiency:.0%} busy"""
+  {block_m}x{block_n} tiles  {tiles.pieces} tiles, {tiles.efficiency:.0%} of them useful; \
+{waves.pieces} waves on {device.num_sms} SMs, {waves.efficiency:.0%} busy"""
     )
     if args.svg:
         slope = f"DRAM, {roof.bytes_per_s / 1e12:.1f} TB/s"

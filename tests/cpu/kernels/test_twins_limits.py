@@ -36,14 +36,14 @@ extents = st.integers(1, 5000)
 
 def test_33_by_33_with_32_tiles_wastes_three_quarters() -> None:
     found = tile_quantization(33, 33, 32, 32)
-    assert (found.tiles_m, found.tiles_n, found.tiles) == (2, 2, 4)
+    assert found.pieces == 2 * 2
     assert found.efficiency == pytest.approx(1089 / 4096)
     assert tile_quantization(32, 32, 32, 32).efficiency == 1.0
 
 
 def test_115_blocks_on_114_sms_take_two_waves() -> None:
     found = wave_quantization(115, 114)
-    assert found.waves == 2
+    assert found.pieces == 2
     assert found.efficiency == pytest.approx(115 / 228)
     assert wave_quantization(114, 114).efficiency == 1.0
 
@@ -54,9 +54,9 @@ def test_efficiencies_are_fractions_and_tiles_cover(
 ) -> None:
     tile = tile_quantization(m, n, bm, bn)
     assert 0 < tile.efficiency <= 1
-    assert (tile.tiles_m - 1) * bm < m <= tile.tiles_m * bm
-    wave = wave_quantization(tile.tiles, slots)
-    assert (wave.waves - 1) * slots < tile.tiles <= wave.waves * slots
+    assert tile.pieces == len(range(0, m, bm)) * len(range(0, n, bn))
+    wave = wave_quantization(tile.pieces, slots)
+    assert (wave.pieces - 1) * slots < tile.pieces <= wave.pieces * slots
     both = gemm_efficiency(m, n, bm, bn, slots=slots)
     assert both == pytest.approx(tile.efficiency * wave.efficiency)
 

@@ -6,51 +6,41 @@ wave of tiles keeps all SMs busy for as long as a full wave does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def ceil_div(value: int, unit: int) -> int:
     return -(-value // unit)
 
 
-@dataclass(frozen=True)
-class TileQuantization:
-    """A D[M, N] cut into block_m x block_n tiles. `efficiency` is useful over computed elements."""
+class Quantized(NamedTuple):
+    """How many tiles or waves, and what part of them is of use."""
 
-    tiles_m: int
-    tiles_n: int
-    efficiency: float
-
-    @property
-    def tiles(self) -> int:
-        return self.tiles_m * self.tiles_n
-
-
-@dataclass(frozen=True)
-class WaveQuantization:
-    """`work_units` equal pieces of work on `slots` places. `efficiency` is busy over held time."""
-
-    waves: int
+    pieces: int
     efficiency: float
 
 
-def tile_quantization(m: int, n: int, block_m: int, block_n: int) -> TileQuantization:
-    """Raises ValueError unless all four extents (elements) are positive."""
+def tile_quantization(m: int, n: int, block_m: int, block_n: int) -> Quantized:
+    """A D[M, N] cut into tiles; efficiency is useful over computed elements.
+
+    Raises ValueError unless all four extents (elements) are positive.
+    """
     if min(m, n, block_m, block_n) < 1:
         raise ValueError(f"no tiling of {m} x {n} by {block_m} x {block_n}")
-    tiles_m, tiles_n = ceil_div(m, block_m), ceil_div(n, block_n)
-    return TileQuantization(tiles_m, tiles_n, m * n / (tiles_m * block_m * tiles_n * block_n))
+    tiles = ceil_div(m, block_m) * ceil_div(n, block_n)
+    return Quantized(tiles, m * n / (tiles * block_m * block_n))
 
 
-def wave_quantization(work_units: int, slots: int) -> WaveQuantization:
-    """`slots` = SMs x CTAs that fit on one SM. Raises ValueError unless both are positive."""
+def wave_quantization(work_units: int, slots: int) -> Quantized:
+    """Equal pieces of work on `slots` = SMs x CTAs that fit on one SM; efficiency is busy over held
+    time. Raises ValueError unless both are positive."""
     if work_units < 1 or slots < 1:
         raise ValueError(f"no waves of {work_units} units on {slots} slots")
     waves = ceil_div(work_units, slots)
-    return WaveQuantization(waves, work_units / (waves * slots))
+    return Quantized(waves, work_units / (waves * slots))
 
 
 def gemm_efficiency(m: int, n: int, block_m: int, block_n: int, *, slots: int) -> float:
     """Product of both losses for one GEMM: the most it can reach of a kernel's full-wave speed."""
     tile = tile_quantization(m, n, block_m, block_n)
-    return tile.efficiency * wave_quantization(tile.tiles, slots).efficiency
+    return tile.efficiency * wave_quantization(tile.pieces, slots).efficiency
