@@ -15,7 +15,7 @@ from octavo.inspect import figures, report, report_data
 from octavo.inspect.asm import Assembly, Note, assemble
 from octavo.inspect.asm_views import note_lines, render_html, render_text
 from octavo.inspect.notes import notes
-from octavo.inspect.page import SERIES, svg
+from octavo.inspect.page import SERIES, render, svg
 from octavo.kernels.matmul import quantization, roofline
 from octavo.kernels.matmul.occupancy import MAX_WARPS, occupancy
 from octavo.kernels.matmul.registry import RUNGS, rung
@@ -146,24 +146,16 @@ def run_roofline(args: argparse.Namespace) -> int:
     flops = roofline.gemm_flops(*size)
     traffic = roofline.gemm_bytes(*size, element_bytes=width, out_bytes=2 if width < 4 else 4)
     intensity = flops / traffic
-    speed = roof.attainable(intensity) / 1e12
-    block_m, block_n = args.tile
-    tiles = quantization.tile_quantization(args.m, args.n, block_m, block_n)
+    tiles = quantization.tile_quantization(args.m, args.n, *args.tile)
     waves = quantization.wave_quantization(tiles.pieces, device.num_sms)
-    print(
-        f"""{name} {args.dtype} on {device.name} at {clock} MHz
-  work        {flops / 1e9:.2f} GFLOP, {traffic / 1e6:.2f} MB at least
-  intensity   {intensity:.1f} FLOP/byte; the ridge is at {roof.ridge_point:.1f}
-  peak        {roof.flops_per_s / 1e12:.0f} TFLOP/s, {roof.bytes_per_s / 1e12:.2f} TB/s
-  bound by    {roof.limiter(intensity)}
-  at best     {speed:.1f} TFLOP/s, {roof.seconds(flops, traffic) * 1e6:.2f} us
-  {block_m}x{block_n} tiles  {tiles.pieces} tiles, {tiles.efficiency:.0%} of them useful; \
-{waves.pieces} waves on {device.num_sms} SMs, {waves.efficiency:.0%} busy"""
-    )
+    found = {"flops": flops, "traffic": traffic, "intensity": intensity, "name": name}
+    found |= {"asked": args, "device": device, "clock": clock}
+    print(render("roofline.txt", **found, roof=roof, tiles=tiles, waves=waves))
     if args.svg:
         slope = f"DRAM, {roof.bytes_per_s / 1e12:.1f} TB/s"
         ceiling = f"{args.dtype} peak", slope, roof, SERIES[2]
-        picture = figures.roofline_figure([ceiling], [(intensity, speed, name, SERIES[1])], name)
+        point = intensity, roof.attainable(intensity) / 1e12, name, SERIES[1]
+        picture = figures.roofline_figure([ceiling], [point], name)
         _write(args.svg, svg(picture))
     return 0
 
@@ -179,12 +171,8 @@ def run_occupancy(args: argparse.Namespace) -> int:
     elif not (threads and registers):
         raise KernelError("give a rung, or --threads and --registers")
     fit = occupancy(threads, registers, smem)
-    print(f"{threads} threads x {registers} registers, {smem} bytes of shared memory a CTA")
-    for resource, count in fit.limits.items():
-        mark = "  <- the limit" if resource in fit.limiters else ""
-        print(f"  {resource:14s} allows {count} CTAs an SM{mark}")
-    warps = f"{fit.warps_per_sm} warps of {MAX_WARPS}"
-    print(f"  {fit.ctas_per_sm} CTAs, {warps}: {fit.fraction:.0%} occupancy")
+    kernel = {"threads": threads, "registers": registers, "smem": smem}
+    print(render("occupancy.txt", **kernel, fit=fit, most=MAX_WARPS))
     return 0
 
 
