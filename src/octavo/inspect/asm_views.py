@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.inspect.asm import Assembly, Note
 from octavo.inspect.page import render
-from octavo.inspect.sass import GROUP_ORDER, Step, group_of, words_of
+from octavo.inspect.sass import GROUP_ORDER, Step
 
 _LEFT, _WIDTH = 62, 132  # columns of the PTX side, and of both
 
@@ -86,7 +86,7 @@ def render_html(
 ) -> str:
     """One self-contained page. `intro` is plain text under the title: what the kernel is about."""
     steps = [step for step in assembly.sass.instructions if step.root != "NOP"]
-    counts = Counter(map(group_of, steps))
+    counts = Counter(step.group for step in steps)
     used = {assembly.home_line(step) for step in assembly.sass.instructions}
     source = sorted(assembly.files.get(assembly.main, {}).items())
     return render(
@@ -95,7 +95,7 @@ def render_html(
         intro=intro,
         mix=[(name, _class(name), counts[name]) for name in GROUP_ORDER if counts[name]],
         notes=[(note, _note_places(note)) for note in remarks],
-        words={step.root: words_of(step.root) for step in steps},
+        words={step.root: step.words for step in steps},
         source=[_row(number, number if number in used else None, text) for number, text in source],
         ptx=_ptx(assembly),
         sass=_sass(assembly),
@@ -143,4 +143,4 @@ def _sass(assembly: Assembly) -> Iterator[str | dict[str, Any]]:
         ]
         links = {"p": step.ptx_line, "o": f"{step.at:x}"}
         row = _row(f"{step.at:04x}", assembly.home_line(step), step.operands, **links)
-        yield row | {"bars": bars, "step": step, "group": _class(group_of(step))}
+        yield row | {"bars": bars, "step": step, "group": _class(step.group)}

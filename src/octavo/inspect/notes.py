@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.inspect.asm import Assembly, Note
 from octavo.inspect.flow import Loop, edges, reachable, redundant_zeros
-from octavo.inspect.sass import GROUP_ORDER, MATH, TENSOR, Step, group_of
+from octavo.inspect.sass import GROUP_ORDER, MATH, TENSOR, Step
 from octavo.inspect.source_loops import SourceLoop, Unrolling, is_service, source_loops, unrolling
 
 _WIDTHS = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
@@ -230,7 +230,7 @@ def _mix_notes(assembly: Assembly, machine: Loop) -> Iterator[Note]:
         return
     body = steps[machine.first : machine.last + 1]  # without slow paths of waits, moved out of line
     ends = body[0], body[-1]
-    groups = Counter(map(group_of, body))
+    groups = Counter(step.group for step in body)
     facts: dict[str, Any] = {"ends": (ends[0].at, ends[1].at), "count": len(body)}
     facts |= {"parts": ", ".join(f"{groups[g]} {g}" for g in GROUP_ORDER if groups[g])}
     facts |= {"math": 0 if groups[TENSOR] else groups[MATH] / len(body)}

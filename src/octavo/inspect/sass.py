@@ -28,6 +28,8 @@ _TABLE = [
     if not line.startswith("#")
 ]
 _KNOWN = {root: (group, words) for group, roots, words in _TABLE for root in roots.split()}
+_UNIFORM = "; on the uniform datapath (once a warp)"
+_KNOWN = {f"U{root}": (group, words + _UNIFORM) for root, (group, words) in _KNOWN.items()} | _KNOWN
 _PTX_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 _PTX_ENTRY = re.compile(r"\.entry\s+(\w+)")
 _PTX_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
@@ -78,6 +80,17 @@ class Step:
     def text(self) -> str:
         guard = f"@{self.guard} " if self.guard else ""
         return f"{guard}{self.opcode} {self.operands}".rstrip()
+
+    @property
+    def group(self) -> str:
+        """One of GROUP_ORDER, under which it is counted; unknown opcodes are "other"."""
+        is_move = self.opcode.startswith(("IMAD.MOV", "HFMA2.MMA"))
+        return MOVE if is_move else _KNOWN.get(self.root, (OTHER, ""))[0]
+
+    @property
+    def words(self) -> str:
+        """What the opcode does, or an empty text for one we do not know."""
+        return _KNOWN.get(self.root, (OTHER, ""))[1]
 
     def starts(self, prefix: str) -> bool:
         """Whether the opcode is `prefix` or goes on after a dot: "LDG" fits LDG.E, not LDGSTS."""
@@ -185,21 +198,3 @@ def parse_ptx(text: str) -> dict[str, list[Step]]:
                 steps.append(Step(number, guard, opcode, operands, chain))
         depth += code.count("{") - code.count("}")
     return found
-
-
-def _lookup(root: str) -> tuple[str, str]:
-    if root not in _KNOWN and root[1:] in _KNOWN and root.startswith("U"):
-        group, words = _KNOWN[root[1:]]
-        return group, f"{words}; on the uniform datapath (once a warp)"
-    return _KNOWN.get(root, (OTHER, ""))
-
-
-def group_of(step: Step) -> str:
-    """The group an instruction is counted under; unknown opcodes are "other"."""
-    is_move = step.opcode.startswith(("IMAD.MOV", "HFMA2.MMA"))
-    return MOVE if is_move else _lookup(step.root)[0]
-
-
-def words_of(root: str) -> str:
-    """What the opcode does, or an empty text for one we do not know."""
-    return _lookup(root)[1]
