@@ -1,9 +1,4 @@
-"""Owns the remarks on one kernel: what the compiler did, most useful first. The words are in remarks.txt.
-
-First loads and stores, tensor cores, barriers, registers, and what a careful reader finds odd:
-repeated zeros, predicates, unreachable code, the self-branch. Then loops: unrolling, tails, hoisted
-loads, and what one trip consists of.
-"""
+"""Owns the remarks on one kernel, most useful first. Their words are in remarks.txt."""
 
 from __future__ import annotations
 
