@@ -11,13 +11,13 @@ import threading
 from typing import Any
 
 _CLOCK_SM = 1  # nvmlClockType_t
+_INTERVAL_S = 0.01
 
 
 class ClockSampler:
-    """Context manager: samples SM clock (MHz) and board power (W) every `interval` seconds."""
+    """Context manager: samples SM clock (MHz) and board power (W) of the first GPU."""
 
-    def __init__(self, device: int = 0, interval: float = 0.01) -> None:
-        self._device, self._interval = device, interval
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self.mhz: list[int] = []
@@ -33,9 +33,9 @@ class ClockSampler:
 
     def _sample(self) -> None:
         nvml, handle, value = load_nvml(), ctypes.c_void_p(), ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetHandleByIndex_v2(self._device, ctypes.byref(handle)):
+        if nvml is None or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)):
             return
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(_INTERVAL_S):
             if not nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM, ctypes.byref(value)):
                 self.mhz.append(value.value)
             if not nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(value)):

@@ -24,6 +24,7 @@ from octavo.kernels.matmul.registry import RUNGS, Rung
 CUBLAS = "cublas"
 _SLOW_RUNGS = 6  # below this number one launch takes long enough to be timed alone
 _COOL_LAUNCHES = 8  # a burst short enough that the power limit has not caught it
+_COOL_PAUSE = 0.5  # seconds before each of them
 _SAMPLE_US = 50_000.0
 
 
@@ -33,7 +34,6 @@ def run_ladder(
     *,
     modes: Sequence[str] = ("cool", "sustained"),
     rounds: int = 7,
-    pause: float = 0.5,
     fp32_sizes: Sequence[int] = (4096,),
 ) -> dict[str, Any]:
     """Checks and times rungs on square problems of edge `sizes`, printing each result.
@@ -52,14 +52,11 @@ def run_ladder(
     jobs = [(bf16, size, mode) for mode in modes for size in sizes]
     for group, size, mode in jobs + [(fp32, size, "sustained") for size in fp32_sizes]:
         if group:
-            wait = pause if mode == "cool" else 0.0
-            document["results"] += time_square(group, size, mode, rounds, wait)
+            document["results"] += time_square(group, size, mode, rounds)
     return document
 
 
-def time_square(
-    rungs: Sequence[Rung], size: int, mode: str, rounds: int, pause: float
-) -> list[dict[str, Any]]:
+def time_square(rungs: Sequence[Rung], size: int, mode: str, rounds: int) -> list[dict[str, Any]]:
     """All `rungs` (one dtype) and cuBLAS at M = N = K = `size`, interleaved; see `run_ladder`."""
     dtype, flops = rungs[0].dtype, 2.0 * size**3
     sets = _operand_sets(dtype, size)
@@ -68,8 +65,9 @@ def time_square(
     fast = {r.name: _calls(r, sets) for r in rungs if r.number >= _SLOW_RUNGS}
     fast[CUBLAS] = _cublas_calls(dtype, sets)
     sustained = mode == "sustained"
-    launches = _COOL_LAUNCHES
+    launches, pause = _COOL_LAUNCHES, _COOL_PAUSE
     if sustained:
+        pause = 0.0
         rate = 40e6 if slow else 700e6  # FLOP/us that the fast arms are near
         launches = max(4, min(200, round(_SAMPLE_US * rate / flops)))
     with ClockSampler() as clocks:
