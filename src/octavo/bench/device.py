@@ -7,7 +7,7 @@ SM cycles, bandwidths are bytes counted over graph-replay time.
 from __future__ import annotations
 
 import statistics
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64
 from functools import partial
 from typing import Any
 
@@ -63,10 +63,8 @@ def device_sizes() -> dict[str, int]:
 
 
 def _launcher(entry: str, shape: LaunchShape, *arguments: Any) -> timer.Call:
-    """Tensors are passed as their addresses, the rest as it is."""
     kernel = Kernel(_SOURCE, entry, name="memory.cu")
-    values = (c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
-    return partial(kernel.launch, 0, shape, pack(*values))
+    return partial(kernel.launch, 0, shape, pack(*arguments))
 
 
 def _seconds(call: timer.Call, launches: int = 4, rounds: int = 5) -> float:

@@ -7,6 +7,7 @@ load, where the power limit sets the clock. fp32 rungs are timed against cuBLAS 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,8 +18,7 @@ from octavo.bench import correctness, provenance, timer
 from octavo.bench.clocks import ClockSampler
 from octavo.errors import KernelError
 from octavo.kernels import ops
-from octavo.kernels.launch import sm_count
-from octavo.kernels.matmul import host
+from octavo.kernels.launch import Kernel, LaunchShape, pack, sm_count
 from octavo.kernels.matmul.registry import RUNGS, Rung
 
 CUBLAS = "cublas"
@@ -129,10 +129,12 @@ def time_ilp(rung: Rung, iterations: int = 4096) -> dict[str, Any]:
     ctas = sm_count(0)
     out = torch.empty(ctas * rung.threads, device="cuda")
     flops = 2.0 * out.numel() * iterations * rung.constants["FMAS"]
+    shape = LaunchShape((ctas, 1, 1), rung.threads)
+    arguments = pack(out, c_float(0.999), c_float(0.001), c_int(iterations))
     arms: dict[str, list[timer.Call]] = {}
     for entry in ("ilp_dependent", "ilp_independent"):
-        call = host.ilp_call(rung, entry, out, iterations, ctas)
-        arms[entry] = [partial(call.kernel.launch, 0, call.shape, call.parameters)]
+        kernel = Kernel(rung.source, entry, name=rung.path.name)
+        arms[entry] = [partial(kernel.launch, 0, shape, arguments)]
     timings = timer.compare(arms, launches=4, rounds=5)
     rates = {name: flops / timing.median_us / 1e6 for name, timing in timings.items()}
     return {

@@ -95,9 +95,13 @@ def _config(shape: LaunchShape, stream: int) -> driver.LaunchConfig:
 
 
 def pack(*arguments: Any) -> Any:
-    """Pointers to ctypes values, in the form that the driver takes; keeps the values alive."""
-    array = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-    array.values = arguments  # type: ignore[attr-defined]
+    """Pointers to ctypes values, in the form that the driver takes; keeps the values alive.
+
+    A tensor is passed as its address.
+    """
+    values = [c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+    array = (c_void_p * len(values))(*map(ctypes.addressof, values))
+    array.values = values  # type: ignore[attr-defined]
     return array
 
 

@@ -8,7 +8,7 @@ CUDA graph capture. Tensor maps are keyed by address, shape and strides of every
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_char, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, c_char, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -105,8 +105,7 @@ def prepare(rung: Rung, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
     resident = kernel.resident_ctas(device, shape)
     shape = replace(shape, grid=grid_of(rung, m, n, resident))
     if rung.dtype == "fp32":
-        pointers = [c_void_p(tensor.data_ptr()) for tensor in (a, b, out)]
-        return PreparedCall(kernel, shape, pack(c_int(m), c_int(n), c_int(k), *pointers))
+        return PreparedCall(kernel, shape, pack(c_int(m), c_int(n), c_int(k), a, b, out))
     return PreparedCall(kernel, shape, pack(_gemm_args(rung, a, b, out)))
 
 
@@ -207,11 +206,3 @@ def order_table(device: int, tiles_m: int, tiles_n: int) -> torch.Tensor:
         raise KernelError(f"{tiles_m} x {tiles_n} tiles: at most {MAX_TILES - 1} a side")
     packed = [tile_m << 16 | tile_n for tile_m, tile_n in hilbert_order(tiles_m, tiles_n)]
     return torch.tensor(packed, dtype=torch.int32, device=f"cuda:{device}")
-
-
-def ilp_call(rung: Rung, entry: str, out: torch.Tensor, iterations: int, ctas: int) -> PreparedCall:
-    """Rung 00: `iterations` x 32 FMAs a thread; out: fp32, at least ctas * threads elements."""
-    kernel = Kernel(rung.source, entry, name=rung.path.name)
-    kernel.load(out.device.index)
-    values = (c_void_p(out.data_ptr()), c_float(0.999), c_float(0.001), c_int(iterations))
-    return PreparedCall(kernel, LaunchShape((ctas, 1, 1), rung.threads), pack(*values))
