@@ -70,7 +70,9 @@ def host_clock(core: Any) -> Iterator[dict[str, float]]:
     execute = executor.execute
     loop = threading.get_ident()
 
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def clock(owner: Any, name: str) -> Any:
+        function = getattr(owner, name)
+
         def call(*args: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -79,10 +81,7 @@ def host_clock(core: Any) -> Iterator[dict[str, float]]:
                 where = name if threading.get_ident() == loop else "beside"
                 spent[where] += time.perf_counter() - start
 
-        return call
-
-    def clock(owner: Any, name: str) -> Any:
-        setattr(owner, name, timed(name, getattr(owner, name)))
+        setattr(owner, name, call)
         return owner
 
     calls = [(core.scheduler, "schedule"), (executor._worker, "launch"), (core.scheduler, "update")]
