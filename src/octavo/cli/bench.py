@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +31,26 @@ NUMBERS = {
     "warmup": (1, "uncounted batches or runs before"),
     "iterations": (3, "counted batches or pairs of prompts"),
 }
-# What a kind measures, and which of the numbers it takes.
-KINDS = {
-    "latency": (
-        "seconds that one batch takes",
-        ("input_len", "output_len", "batch_size", "warmup", "iterations"),
-    ),
-    "throughput": (
-        "tokens/s of many requests submitted at once",
-        ("input_len", "output_len", "num_prompts", "warmup"),
-    ),
-    "prefix": ("time to first token, cold and warm", ("input_len", "iterations")),
-    "step": ("where the time of one GPU step goes", ()),
+# What a kind measures and by what function, whose parameters are its options.
+KINDS: dict[str, tuple[str, Callable[..., dict[str, Any]] | None]] = {
+    "latency": ("seconds that one batch takes", offline.run_latency),
+    "throughput": ("tokens/s of many requests submitted at once", offline.run_throughput),
+    "prefix": ("time to first token, cold and warm", offline.run_prefix),
+    "step": ("where the time of one GPU step goes", None),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One sub-parser a kind, each with the options that kind uses."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for name, (text, numbers) in KINDS.items():
+    for name, (text, measure) in KINDS.items():
         kind = kinds.add_parser(name, help=text, description=text)
         options.add_model_argument(kind)
         add = kind.add_argument
-        for number in numbers:
-            options.add_number(kind, number, *NUMBERS[number])
-        if name == "step":
+        for number in signature(measure).parameters if measure else ():
+            if number in NUMBERS:
+                options.add_number(kind, number, *NUMBERS[number])
+        if measure is None:
             options.add_step_arguments(kind)
             add("--steps", type=int, metavar="N", help="counted steps [50; prefill 5]")
             add("--picture", type=Path, help="draw one step to this file (.png, .svg)")
@@ -64,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    numbers = {name: getattr(args, name) for name in KINDS[args.kind][1]}
+    measure = KINDS[args.kind][1]
+    taken = signature(measure).parameters if measure else ()
+    asked = {name: value for name, value in vars(args).items() if name in taken}
+    numbers = {name: value for name, value in asked.items() if name in NUMBERS}
     for name in numbers:
         options.at_least(0 if name == "warmup" else 1, args, name)
     if args.kind in ("throughput", "step"):
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     # Off unless it is what is measured: repeated prompts would measure the cache.
     settings = {"enable_prefix_caching": args.kind == "prefix", **options.engine_settings(args)}
-    if args.kind == "step":
+    if measure is None:
         settings = prepare_step(args, settings)
     with LLM(**settings) as llm:
         result: dict[str, Any] = {
@@ -84,15 +84,8 @@ def run(args: argparse.Namespace) -> int:
             "start_s": time.perf_counter() - start,
             **numbers,
         }
-        if args.kind == "step":
-            result |= measure_step(llm, args)
-        elif args.kind == "prefix":
-            result |= offline.run_prefix(llm, **numbers)
-        elif args.kind == "latency":
-            result |= offline.run_latency(llm, **numbers)
-        else:
-            result |= offline.run_throughput(llm, temperature=args.temperature, **numbers)
-    if args.kind != "step":
+        result |= measure(llm, **asked) if measure else measure_step(llm, args)
+    if measure:
         print(render("bench.txt", **result), end="")
     line = json.dumps(result | {"environment": provenance.describe()})
     print(line)
