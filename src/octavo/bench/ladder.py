@@ -63,7 +63,10 @@ def time_square(rungs: Sequence[Rung], size: int, mode: str, rounds: int) -> lis
     verdicts = {rung.name: correctness.run_and_compare(rung, sets[0]) for rung in rungs}
     slow = {r.name: _calls(r, sets) for r in rungs if r.number < _SLOW_RUNGS}
     fast = {r.name: _calls(r, sets) for r in rungs if r.number >= _SLOW_RUNGS}
-    fast[CUBLAS] = _cublas_calls(dtype, sets)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rights = [each.b.t() if dtype == "bf16" else each.b for each in sets]
+    both = zip(sets, rights, strict=True)
+    fast[CUBLAS] = [partial(torch.mm, each.a, right, out=each.out) for each, right in both]
     sustained = mode == "sustained"
     launches, pause = _COOL_LAUNCHES, _COOL_PAUSE
     if sustained:
@@ -114,14 +117,6 @@ def _operand_sets(dtype: str, size: int) -> list[correctness.Problem]:
 
 def _calls(rung: Rung, sets: Sequence[correctness.Problem]) -> list[timer.Call]:
     return [partial(ops.matmul, rung, each.a, each.b, each.out) for each in sets]
-
-
-def _cublas_calls(dtype: str, sets: Sequence[correctness.Problem]) -> list[timer.Call]:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    rights = (each.b.t() if dtype == "bf16" else each.b for each in sets)
-    return [
-        partial(torch.mm, each.a, b, out=each.out) for each, b in zip(sets, rights, strict=True)
-    ]
 
 
 def time_ilp(rung: Rung, iterations: int = 4096) -> dict[str, Any]:
