@@ -1,27 +1,61 @@
 """Offline measurements: latency of a batch, throughput of many requests, what the prefix cache saves.
 
-Prompts are random and new in each run; EOS is ignored. OctavoError: a run produced fewer tokens than
-asked for.
+Prompts are random and new in each run, the same for every engine; EOS is ignored. OctavoError: a run
+produced fewer tokens than asked for, and a figure of anything else is no measurement.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
 import timeit
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from octavo.bench.datasets import check_produced, random_prompts
 from octavo.config.step_cost import step_operations
+from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 TAIL = 20  # tokens of its own that each prompt of `run_prefix` ends with
+
+
+def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts of the given lengths; ids avoid the ends of the vocabulary, where control tokens are.
+
+    A vocabulary too small for that margin is used whole.
+    """
+    generator = random.Random(seed)
+    low, high = (100, vocab_size - 1000) if vocab_size > 2000 else (0, vocab_size)
+    return [[generator.randrange(low, high) for _ in range(length)] for length in lengths]
+
+
+def check_produced(outputs: Sequence[RequestOutput], length: int, max_model_len: int) -> None:
+    """Raises OctavoError unless each output has `length` tokens: with both sums, and the errors of
+    failed requests, or prompts that left too little room in max_model_len."""
+    got = [len(out.outputs[0].token_ids) for out in outputs]
+    if set(got) == {length}:
+        return
+    if failed := [error for out in outputs if (error := out.outputs[0].error)]:
+        reasons = "; ".join(dict.fromkeys(failed[:3]))
+        why = f"{len(failed)} of {len(outputs)} requests failed: {reasons}"
+    else:
+        out, number = next(row for row in zip(outputs, got, strict=True) if row[1] != length)
+        prompt = len(out.prompt_token_ids)
+        why = f"a prompt of {prompt} tokens and an output of {length}"
+        if prompt + length > max_model_len:
+            why += f" do not fit into max_model_len={max_model_len}"
+        else:
+            why += f" ended after {number} ({out.outputs[0].finish_reason})"
+    wanted = length * len(outputs)
+    raise OctavoError(f"{sum(got)} of {wanted} output tokens were produced: {why}")
 
 
 def exactly(num_tokens: int, temperature: float = 0.0) -> SamplingParams:
@@ -41,7 +75,7 @@ def time_requests(
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     elapsed = time.perf_counter() - start
-    check_produced(outputs, [output_len] * count, config.scheduler.max_model_len)
+    check_produced(outputs, output_len, config.scheduler.max_model_len)
     return elapsed
 
 
@@ -111,7 +145,7 @@ def run_prefix(llm: LLM, *, input_len: int, iterations: int) -> dict[str, Any]:
         shared, *tails = random_prompts([input_len, TAIL, TAIL], vocab_size, seed)
         for name, tail in zip(rows, tails, strict=True):
             [output] = llm.generate([shared + tail], exactly(1), use_tqdm=False)
-            check_produced([output], [1], config.scheduler.max_model_len)
+            check_produced([output], 1, config.scheduler.max_model_len)
             assert output.metrics is not None
             assert output.metrics.ttft is not None
             computed = len(output.prompt_token_ids) - output.num_cached_tokens

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from octavo.bench.datasets import random_prompts
-from octavo.bench.offline import exactly
+from octavo.bench.offline import exactly, random_prompts
 from octavo.bench.step_report import operation_rows
 from octavo.bench.step_trace import Event, StepProfile, profile_steps, read_chrome_trace
 from octavo.config.step_cost import machine_for, step_operations

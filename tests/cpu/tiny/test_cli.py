@@ -17,8 +17,7 @@ import pytest
 import tokenizers
 
 from octavo import LLM, SamplingParams
-from octavo.bench.datasets import check_produced
-from octavo.bench.offline import run_throughput
+from octavo.bench.offline import check_produced, run_throughput
 from octavo.cli import chat as cli_chat
 from octavo.cli import demo, info, main, program
 from octavo.cli.chat import Session
@@ -101,11 +100,11 @@ def test_produced_tokens_are_counted_a_request() -> None:
         completion = CompletionOutput(0, "", list(token_ids), finish_reason=FinishReason.STOP)
         return RequestOutput("0", None, [1], [completion], True)
 
-    assert check_produced([output(5, 6), output(7)], [2, 1], 100) == 3
-    with pytest.raises(OctavoError, match=r"2 of 3 .*an output of 2 ended after 1 \(stop\)"):
-        check_produced([output(5), output(7)], [2, 1], 100)
-    with pytest.raises(OctavoError, match="3 of 3"):
-        check_produced([output(5), output(7, 8)], [2, 1], 100)
+    check_produced([output(5, 6), output(7, 8)], 2, 100)
+    with pytest.raises(OctavoError, match=r"3 of 4 .*an output of 2 ended after 1 \(stop\)"):
+        check_produced([output(5), output(7, 8)], 2, 100)
+    with pytest.raises(OctavoError, match="4 of 4"):
+        check_produced([output(5), output(7, 8, 9)], 2, 100)
 
 
 def test_bench_writes_the_line_it_prints(
