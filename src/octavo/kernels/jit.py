@@ -81,24 +81,20 @@ def inline_includes(source: str, name: str = "kernel.cu", root: Path = MATMUL_DI
     seen: set[str] = set()
 
     def expand(text: str, file: str) -> str:
-        pieces: list[str] = [f'#line 1 "{_VIRTUAL_ROOT}/{file}"\n']
-        end = 0
-        for match in _INCLUDE.finditer(text):
-            quoted = match.group(1)
+        def header(match: re.Match[str]) -> str:
+            quoted, inlined = match[1], ""
             if quoted is None:
-                raise KernelError(f"{file}: system header <{match.group(2)}> is not allowed")
-            pieces.append(text[end : match.start()])
-            end = match.end()
+                raise KernelError(f"{file}: system header <{match[2]}> is not allowed")
             if quoted not in seen:
                 seen.add(quoted)
                 path = root / quoted
                 if ".." in path.parts or root not in path.parents or not path.is_file():
                     raise KernelError(f"{file}: cannot find {quoted!r} under {root.name}/")
-                pieces.append(expand(_PRAGMA_ONCE.sub("", path.read_text("utf-8")), quoted))
-            next_line = text.count("\n", 0, end) + 2
-            pieces.append(f'\n#line {next_line} "{_VIRTUAL_ROOT}/{file}"')
-        pieces.append(text[end:])
-        return "".join(pieces)
+                inlined = expand(_PRAGMA_ONCE.sub("", path.read_text("utf-8")), quoted)
+            next_line = text.count("\n", 0, match.end()) + 2
+            return f'{inlined}\n#line {next_line} "{_VIRTUAL_ROOT}/{file}"'
+
+        return f'#line 1 "{_VIRTUAL_ROOT}/{file}"\n{_INCLUDE.sub(header, text)}'
 
     return expand(source, name)
 
