@@ -109,7 +109,12 @@ class Session:
         name, _, value = rest.strip().partition(" ")
         if name not in FIELDS or name == "stop":
             raise InvalidRequestError(name or "/set", "is not a sampling parameter that can be set")
-        self._params = dataclasses.replace(self._params, **{name: _parse(name, value.strip())})
+        text = value.strip()
+        try:
+            parsed = ast.literal_eval(text.capitalize())  # "none" and "true" too
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise InvalidRequestError(name, f"{text!r} is not a value") from None
+        self._params = dataclasses.replace(self._params, **{name: parsed})
 
     def _answer(self, text: str) -> None:
         """Show an answer as it grows. A failed one, or one without text, leaves no trace."""
@@ -143,13 +148,6 @@ def describe(output: RequestOutput) -> str:
         if metrics.tpot is not None:
             parts.append(f"then {1 / metrics.tpot:.1f} tokens/s")
     return ", ".join(parts)
-
-
-def _parse(name: str, text: str) -> Any:
-    try:
-        return ast.literal_eval(text.capitalize())  # "none" and "true" too
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise InvalidRequestError(name, f"{text!r} is not a value") from None
 
 
 def _read_line(prompt: str) -> str | None:
