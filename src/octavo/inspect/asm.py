@@ -18,7 +18,7 @@ from octavo.inspect.page import words
 from octavo.inspect.sass import SassKernel, Step, disassemble, parse_ptx
 from octavo.kernels.jit import KernelResources, compile_source
 
-_LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"$')
+_LINE_MARK = re.compile(r'^#line (\d+) "([^"]+)"\n', re.MULTILINE)
 
 
 @dataclass
@@ -100,13 +100,10 @@ def from_listings(
 def split_files(source: str) -> dict[str, dict[int, str]]:
     """Undo the inlining of headers: text by file and line, from the `#line` marks."""
     files: dict[str, dict[int, str]] = {}
-    file, number = "kernel.cu", 1
-    for line in source.splitlines():
-        if mark := _LINE_MARK.match(line):
-            number, file = int(mark.group(1)), mark.group(2)
-            continue
-        files.setdefault(file, {})[number] = line
-        number += 1
+    parts = ["1", "kernel.cu", *_LINE_MARK.split(source)]
+    for number, file, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        if text:
+            files.setdefault(file, {}).update(enumerate(text.splitlines(), int(number)))
     return files
 
 
