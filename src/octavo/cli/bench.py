@@ -22,13 +22,13 @@ from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import probe_device
 
-# Options that are numbers: default, meaning.
-NUMBERS = {
+# Options that are numbers: default, meaning, least if not 1.
+NUMBERS: dict[str, tuple[Any, ...]] = {
     "input_len": (128, "prompt tokens of a request; prefix: those that two prompts share"),
     "output_len": (128, "output tokens of a request"),
     "batch_size": (8, "requests of a batch"),
     "num_prompts": (32, "requests of a run"),
-    "warmup": (1, "uncounted batches or runs before"),
+    "warmup": (1, "uncounted batches or runs before", 0),
     "iterations": (3, "counted batches or pairs of prompts"),
 }
 # What a kind measures and by what function, whose parameters are its options.
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 options.add_number(kind, number, *NUMBERS[number])
         if measure is None:
             options.add_step_arguments(kind)
-            add("--steps", type=int, metavar="N", help="counted steps [50; prefill 5]")
+            add("--steps", type=options.integer, metavar="N", help="counted steps [50; prefill 5]")
             add("--picture", type=Path, help="draw one step to this file (.png, .svg)")
         if name in ("throughput", "step"):
             add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
@@ -65,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
     taken = signature(measure).parameters if measure else ()
     asked = {name: value for name, value in vars(args).items() if name in taken}
     numbers = {name: value for name, value in asked.items() if name in NUMBERS}
-    for name in numbers:
-        options.at_least(0 if name == "warmup" else 1, args, name)
     if args.kind in ("throughput", "step"):
         SamplingParams(temperature=args.temperature)  # refused before the model is loaded
     if args.output_json is not None:
@@ -98,7 +96,6 @@ def prepare_step(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
     """Settings with room for the step. Raises ConfigError for what cannot be measured or drawn."""
     if args.steps is None:
         args.steps = 5 if args.phase == "prefill" else 50
-    options.at_least(1, args, "batch_size", "context", "steps")
     device = probe_device(make_args(settings).device)
     if device.kind != "cuda":
         raise ConfigError(

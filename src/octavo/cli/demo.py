@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, stream, print the tables. Exit status 0, or 1 if a request ended with an error."""
-    options.at_least(1, args, "max_tokens")
     start = time.perf_counter()
     questions = list(args.prompts) or list(QUESTIONS)
     print(f"Loading SmolLM2-135M-Instruct for {len(questions)} prompts ...", flush=True)

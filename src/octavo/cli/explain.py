@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     """Print what a step must do on this machine, beside what a measurement says that it took."""
-    options.at_least(1, args, "batch_size", "context")
     model = load_model_config(settings)
     if model.encoder is not None:
         raise ConfigError(f"--step: {model.path} is an embedding model, which has no such steps")

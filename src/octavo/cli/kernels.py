@@ -7,8 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from octavo.cli import options
-from octavo.config.engine import MAX_COUNT
+from octavo.cli.options import check_writable, integer
 from octavo.errors import KernelError
 from octavo.files import read_text
 from octavo.inspect import figures, report, report_data
@@ -29,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--out", type=Path, help="write the result as JSON, for `report --device`")
     bench = actions.add_parser("bench", help="check and time rungs beside cuBLAS (needs a GPU)")
     bench.add_argument("rungs", nargs="*", help="rung numbers or names, default all")
-    sizes = partial(bench.add_argument, type=positive, metavar="N")
+    sizes = partial(bench.add_argument, type=integer, metavar="N")
     sizes("--sizes", nargs="+", default=[4096, 8192], help="M = N = K, bf16")
     sizes("--fp32-sizes", nargs="*", default=[4096], help="M = N = K, fp32")
     modes = ["cool", "sustained"]
     bench.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default both")
-    bench.add_argument("--rounds", type=positive, default=7, help="samples of each rung")
+    bench.add_argument("--rounds", type=integer, default=7, help="samples of each rung")
     bench.add_argument("--out", type=Path, help="write the result as JSON, for `report`")
     asm = actions.add_parser("asm", help="source, PTX and SASS side by side, with remarks")
     asm.add_argument("name", help="a rung (number or name) or a .cu file")
@@ -44,17 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asm.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of text")
     roof = actions.add_parser("roofline", help="what bounds a GEMM, and how fast it can be")
     for size in "mnk":
-        roof.add_argument(size, type=positive)
+        roof.add_argument(size, type=integer)
     roof.add_argument("--dtype", choices=list(roofline.FLOPS_PER_CLOCK), default="bf16")
     roof.add_argument("--device", choices=list(roofline.DEVICES), default="h200")
-    roof.add_argument("--clock", type=positive, metavar="MHZ", help="default: the data sheet's")
-    roof.add_argument("--tile", type=positive, nargs=2, default=[128, 256], metavar=("BM", "BN"))
+    roof.add_argument("--clock", type=integer, metavar="MHZ", help="default: the data sheet's")
+    roof.add_argument("--tile", type=integer, nargs=2, default=[128, 256], metavar=("BM", "BN"))
     roof.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
     fit = actions.add_parser("occupancy", help="how many CTAs fit on an SM, and what limits them")
     fit.add_argument("name", nargs="?", help="a rung; or give --threads and --registers")
-    fit.add_argument("--threads", type=positive)
-    fit.add_argument("--registers", type=positive, help="a thread")
-    fit.add_argument("--smem", type=partial(positive, least=0), help="bytes a CTA")
+    fit.add_argument("--threads", type=integer)
+    fit.add_argument("--registers", type=integer, help="a thread")
+    fit.add_argument("--smem", type=partial(integer, least=0), help="bytes a CTA")
     page = actions.add_parser("report", help="one HTML page from the JSON of `bench`")
     page.add_argument("json", type=Path, nargs="?", help="written by `octavo kernels bench --out`")
     page.add_argument("--device", type=Path, metavar="JSON", help="written by `device --out`")
@@ -68,14 +67,8 @@ def run(args: argparse.Namespace) -> int:
     actions = {"list": run_list, "device": run_device, "bench": run_bench, "asm": run_asm}
     actions |= {"roofline": run_roofline, "occupancy": run_occupancy, "report": run_report}
     if args.action in ("device", "bench") and args.out:
-        options.check_writable("--out", args.out)
+        check_writable("--out", args.out)
     return actions[args.action](args)
-
-
-def positive(text: str, least: int = 1) -> int:
-    if not least <= (value := int(text)) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"must be from {least} to {MAX_COUNT}")
-    return value
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ import inspect
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -32,10 +33,20 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=text)
 
 
-def add_number(parser: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
+def integer(text: str, least: int = 1) -> int:
+    """The type of options that are a count."""
+    with suppress(ValueError):
+        if least <= (value := int(text)) <= MAX_COUNT:
+            return value
+    raise argparse.ArgumentTypeError(f"must be from {least} to {MAX_COUNT}, not {shown(text)}")
+
+
+def add_number(
+    parser: argparse._ActionsContainer, name: str, default: int, text: str, least: int = 1
+) -> None:
     """An option that is an integer; its help shows the default."""
-    option = f"--{name.replace('_', '-')}"
-    parser.add_argument(option, type=int, default=default, metavar="N", help=f"{text} [{default}]")
+    kind, option = partial(integer, least=least), f"--{name.replace('_', '-')}"
+    parser.add_argument(option, type=kind, default=default, metavar="N", help=f"{text} [{default}]")
 
 
 def add_step_arguments(parser: argparse._ActionsContainer) -> None:
@@ -109,14 +120,6 @@ def _field_docs(owner: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 docs[name] = text
     return docs
-
-
-def at_least(low: int, args: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError naming the first of these options, if given, that is out of range."""
-    for name in names:
-        if not low <= (value := getattr(args, name, low)) <= MAX_COUNT:
-            wanted = f"at least {low}" if value < low else f"at most {MAX_COUNT}"
-            raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}, not {shown(value)}")
 
 
 def check_writable(option: str, path: Path) -> None:

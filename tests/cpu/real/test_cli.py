@@ -131,14 +131,11 @@ def test_demo_shows_answers_and_tables(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "demo", "x", "--file", "/no/such/file"], "/no/such/file: No such file"),
         (["generate", "demo", "x", "--file", "/usr"], "/usr: Is a directory"),
         (["generate", "demo", "x", "--file", sys.executable], "is not text"),
-        (["demo", "x", "--max-tokens", "0"], "--max-tokens"),
-        (["bench", "latency", "demo", "--warmup", "-1"], "--warmup must be at least 0"),
         (["bench", "throughput", "demo", "--temperature", "-1"], "temperature"),
         (["bench", "latency", "demo", "--output-json", "/usr"], "/usr: Is a directory"),
         (["bench", "prefix", "demo", "--output-json", "/no/such/x"], "/no/such/x: No such file"),
         (["info", "demo", "--max-model-len", "999999"], "max_model_len"),
         (["explain", "demo", "--block-size", "0"], "block_size"),
-        (["bench", "latency", "demo", "--batch-size", "0"], "--batch-size"),
         (["generate", "demo", "x", "--device", "cuda"], "device"),
     ],
 )
@@ -148,6 +145,25 @@ def test_errors_are_one_line_and_status_2(
     status, out, err = octavo(capsys, *arguments)
     assert status == 2
     assert out == ""
+    assert expected in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["demo", "x", "--max-tokens", "0"], "--max-tokens: must be from 1"),
+        (["demo", "x", "--max-tokens", "many"], "--max-tokens: must be from 1"),
+        (["bench", "latency", "demo", "--warmup", "-1"], "--warmup: must be from 0"),
+        (["bench", "latency", "demo", "--batch-size", "0"], "--batch-size: must be from 1"),
+    ],
+)
+def test_numbers_out_of_range_are_one_line_and_status_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    err = capsys.readouterr().err
     assert expected in err
     assert len(err.splitlines()) == 1
 
