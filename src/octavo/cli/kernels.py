@@ -72,13 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    row = "{:26s} {:5s} {:12s} {:>7} {:>6} {:>7}  {}".format
-    print(row("rung", "dtype", "tile", "threads", "stages", "cluster", "title"))
-    for one in RUNGS:
-        tile = f"{one.block_m}x{one.block_n}x{one.block_k}" if one.kind == "matmul" else "-"
-        print(row(one.name, one.dtype, tile, one.threads, one.stages, one.cluster, one.title))
-        if args.long:
-            print("    Idea: {Idea}\n    Limiter: {Limiter}\n".format(**one.header))
+    print(render("list.txt", rungs=RUNGS, long=args.long), end="")
     return 0
 
 
