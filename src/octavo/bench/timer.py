@@ -74,7 +74,7 @@ def compare(
             torch.cuda.synchronize()
             if pause:
                 time.sleep(pause)
-            start, end = _event(), _event()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             (graphs if settle else wakers)[name].replay()
             start.record()
             graphs[name].replay()
@@ -85,10 +85,6 @@ def compare(
         name: Timing(statistics.median(values), min(values), max(values), len(values))
         for name, values in samples.items()
     }
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def hold_load(call: Call, seconds: float) -> None:
