@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 
@@ -62,14 +61,10 @@ def write(path: Path, data: bytes) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data + hashlib.sha256(data).digest())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder, path.name)
+            whole.write_bytes(data + hashlib.sha256(data).digest())
+            whole.replace(path)
     except OSError as error:
         logger.warning("kernel cache: cannot write %s: %s", path, error)
         return False

@@ -77,7 +77,7 @@ def test_a_corrupt_entry_that_cannot_be_removed_costs_only_the_caching(
 
     cache.compile_cached(SOURCE)
     entries()[0].write_bytes(b"torn")
-    for where in ("tempfile.mkstemp", "os.unlink", "pathlib.Path.unlink"):
+    for where in ("tempfile.mkdtemp", "os.unlink", "pathlib.Path.unlink"):
         monkeypatch.setattr(where, refuse)
     assert cache.compile_cached(SOURCE).cubin
     assert len(compile_count) == 2
