@@ -163,11 +163,9 @@ def parse_sass(listing: str) -> dict[str, SassKernel]:
             step = Step(int(offset, 16), guard, opcode, operands, chain, ptx_line)
             kernel.instructions.append(step)
     for kernel in kernels.values():
-        kernel.instructions = [
-            replace(step, target=kernel.labels.get(found[1])) if found else step
-            for step in kernel.instructions
-            for found in [_TARGET.search(step.operands)]
-        ]
+        for index, step in enumerate(kernel.instructions):
+            if found := _TARGET.search(step.operands):
+                kernel.instructions[index] = replace(step, target=kernel.labels.get(found[1]))
     return kernels
 
 
