@@ -17,13 +17,8 @@ _library.define("ladder_matmul(int rung, Tensor a, Tensor b, Tensor(a!) out) -> 
 
 for _backend in ("CUDA", "CPU"):  # on a CPU it says what it needs
     _library.impl("ladder_matmul", host.run, _backend)  # type: ignore[no-untyped-call]
-
-
-def _fake(rung: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Only `out` changes, and neither its shape nor its strides do."""
-
-
-torch.library.register_fake("octavo::ladder_matmul", _fake)
+# Only `out` changes, and neither its shape nor its strides do.
+torch.library.register_fake("octavo::ladder_matmul", lambda rung, a, b, out: None)
 
 
 def matmul(rung: Rung | int | str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
