@@ -63,20 +63,14 @@ def describe() -> dict[str, object]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
+        nvml, driver = load_nvml(), ctypes.create_string_buffer(96)
+        unknown = nvml is None or nvml.nvmlSystemGetDriverVersion(driver, len(driver))
         facts |= {
             "gpu": properties.name,
             "sms": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
-            "driver": _driver_version(),
+            "driver": "unknown" if unknown else driver.value.decode(),
             "cuda": torch.version.cuda,
             "nvrtc": jit.nvrtc_version(),
         }
     return facts
-
-
-def _driver_version() -> str:
-    text = ctypes.create_string_buffer(96)
-    nvml = load_nvml()
-    if nvml is None or nvml.nvmlSystemGetDriverVersion(text, len(text)):
-        return "unknown"
-    return text.value.decode()
