@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from octavo import env
@@ -34,7 +35,9 @@ def key_of(source: str, flags: tuple[str, ...], version: str) -> str:
 def compile_cached(source: str, *, name: str = "kernel.cu") -> Compiled:
     """`jit.compile_source` behind the disk cache. Raises KernelError as that does."""
     inlined = jit.inline_includes(source, name)
-    key = key_of(inlined, jit.compile_flags(), jit.nvrtc_version())
+    wheels = metadata.distributions(name="nvidia-cuda-nvrtc")  # NVRTC does not tell its patch level
+    version = jit.nvrtc_version() + "".join(wheel.version for wheel in wheels)
+    key = key_of(inlined, jit.compile_flags(), version)
     path = directory() / f"{key}.kernel"
     found = load(path, inlined)
     if found is None:
