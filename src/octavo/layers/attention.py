@@ -71,7 +71,8 @@ class Attention(nn.Module):
         assert self.q_norm is None, "not arranged here"
         order = pair_halves(self.head_dim, self.rotary_dim).to(self.qkv_proj.weight.device)
         rotated = sum(self.qkv_proj.parts[:2])
-        heads = self.qkv_proj.weight.data[:rotated].view(-1, self.head_dim, self.hidden_size)
+        rows = self.qkv_proj.weight.data[:rotated]
+        heads = rows.view(-1, self.head_dim, rows.shape[1])
         heads.copy_(heads[:, order])
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: StepContext) -> torch.Tensor:

@@ -58,6 +58,6 @@ class LMHead(Linear):
     def finalize(self, backend: LinearBackend) -> None:
         """Pack the weight. A tied one stays with the embedding too, which looks up its rows."""
         (tied,) = self._tied
-        if tied is not None:
+        if self.weight is None and tied is not None:
             self.weight = tied.weight
         super().finalize(backend)

@@ -12,10 +12,10 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.config.engine import LinearBackend
-from octavo.kernels.cpu.native import DEPTH, LANES, CpuKernels, Matrix, cpu_kernels
+from octavo.kernels.cpu.native import BLOCK_KINDS, DEPTH, LANES, CpuKernels, Matrix, cpu_kernels
 from octavo.kernels.triton.linear import fixed_linear
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,28 @@ class Linear(nn.Module):
             empty = torch.empty(sum(parts), dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
         self.kernel: LinearKernel | None = None
+        self._native: Callable[[Tensor, Tensor | None], NativeLinear] | None = None
+
+    def keep_blocks(self, kind: str) -> int:
+        """Before loading: make the weight GGUF blocks of this type, if the CPU's own kernels take them.
+
+        Returns the bytes of a row, of which the weight is then made, or 0.
+        """
+        if kind not in BLOCK_KINDS or self.weight is None or self.weight.is_cuda:
+            return 0
+        (rows, columns), kernels = self.weight.shape, cpu_kernels(self.weight.dtype)
+        size = columns // DEPTH * BLOCK_KINDS[kind][1]
+        if kernels is None or rows % LANES or columns % DEPTH:
+            return 0
+        self.weight = nn.Parameter(torch.empty(rows, size, dtype=torch.uint8), requires_grad=False)
+        self._native = partial(NativeLinear, kernels, kind=kind)
+        return size
 
     def finalize(self, backend: LinearBackend) -> None:
         """Choose the kernel and give it the loaded weight; the CPU's packs it and lets go of it."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
-        self.kernel = LINEAR_KERNELS[backend](self.weight.data, bias)
+        self.kernel = (self._native or LINEAR_KERNELS[backend])(self.weight.data, bias)
         self.weight = None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,18 +141,20 @@ class NativeLinear:
     """CPU with our own kernels (kernels/cpu), in which no row knows of another."""
 
     def __init__(
-        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+        self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None, kind: str = ""
     ) -> None:
-        packed, wide = kernels.pack(weight), None if bias is None else bias.float()
+        """kind: of BLOCK_KINDS, if the weight is blocks, (rows, bytes of a row)."""
+        number, size = BLOCK_KINDS.get(kind, (0, DEPTH))
+        depth = weight.shape[1] // size * DEPTH
+        packed, wide = kernels.pack(weight, number, depth), None if bias is None else bias.float()
         pointer = None if wide is None else wide.data_ptr()
-        self.matrix = Matrix(packed.data_ptr(), pointer, *packed.shape)
+        self.matrix = Matrix(packed.data_ptr(), number, pointer, len(weight), depth)
         self._kernels, self._alive = kernels, (packed, wide)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         assert out is None, "the CPU has no graphs to write for"
-        packed = self._alive[0]
-        assert (x.dtype, x.shape[1:]) == (packed.dtype, packed.shape[1:])
+        assert (x.dtype, x.shape[1]) == (self._kernels.dtype, self.matrix.depth)
         return self._kernels.linear(x, self.matrix)
 
 

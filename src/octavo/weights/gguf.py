@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -174,16 +174,19 @@ class GGUFFile:
         num_bytes = math.prod(shape) // per_block * block_bytes
         return name, TensorInfo(shape, kind, offset, num_bytes)
 
-    def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
+    def tensor(self, name: str, index: int | None = None, packed: bool = False) -> torch.Tensor:
         """The tensor, dequantised: float32, or the stored type if that is F16 or BF16.
 
-        With `index` only that one of its parts along the first dimension.
+        With `index` only that one of its parts along the first dimension; with `packed` as it is
+        stored: (rows, bytes of a row).
         """
         info = self.tensors[name]
         if index is not None:
             size = info.num_bytes // info.shape[0]
             info = TensorInfo(info.shape[1:], info.type, info.offset + index * size, size)
         data = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
+        if packed:
+            return torch.from_numpy(data.copy()).view(info.shape[0], -1)
         gguf = _library()
         kinds = gguf.GGMLQuantizationType
         plain = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16}
@@ -253,14 +256,17 @@ def weights(file: GGUFFile) -> Iterator[Weight]:
             yield Weight(name, shape, stored)
 
 
-def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_tensors(
+    file: GGUFFile, config: ModelConfig, packed: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights by their Hugging Face names, rows of q and k in Hugging Face order.
 
+    packed: those that are wanted as they are stored, (rows, bytes of a row).
     A few threads dequantise ahead of the caller: at most _MAX_THREADS + 1 tensors wait.
     """
 
     def read(weight: Weight) -> tuple[str, torch.Tensor]:
-        tensor = file.tensor(weight.stored, weight.expert)
+        tensor = file.tensor(weight.stored, weight.expert, weight.name in packed)
         # Only Llama files are permuted: the rotary embedding of other families is stored as it is.
         if config.architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
             if ".attn_q." in weight.stored:
@@ -269,7 +275,7 @@ def iterate_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, 
                 tensor = unpermute(tensor, config.num_kv_heads)
         if config.norm_unit_offset and weight.stored.endswith("norm.weight"):
             tensor = tensor.float() - 1.0  # the file has what is multiplied by
-        return weight.name, tensor.view(weight.shape)
+        return weight.name, tensor if weight.name in packed else tensor.view(weight.shape)
 
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "gguf") as pool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from octavo.config import machine
 from octavo.config.engine import LinearBackend
 from octavo.config.model import ModelConfig
 from octavo.errors import ModelLoadError
+from octavo.layers.linear import Linear
 from octavo.models import registry
 from octavo.models.bert import BertEncoder
 from octavo.models.decoder import DecoderModel, WeightTarget
@@ -136,7 +139,14 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
         on_gpu = (weight.device, weight.dtype) if weight.is_cuda else ()
         fill(model, targets, random_tensors(targets, seed, *on_gpu), where)
     elif config.load_format == "gguf":
-        fill(model, targets, gguf.iterate_tensors(gguf.opened(config.path), config), where)
+        assert isinstance(model, DecoderModel)
+        file, head = gguf.opened(config.path), model.lm_head
+        packed = _keep_blocks(model, targets, file)
+        fill(model, targets | packed, gguf.iterate_tensors(file, config, packed), where)
+        if config.tie_word_embeddings:  # the embedding has elements in any case: it looks up rows
+            head.weight, table = model.embed_tokens.weight, "token_embd.weight"
+            if head.keep_blocks(file.tensors[table].type.name):
+                head.get_parameter("weight").data = file.tensor(table, packed=True)
         gguf.kept.cache_clear()
     elif weight.is_cuda:
         ranges = safetensors.file_ranges(config.path)
@@ -148,6 +158,23 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
             fill(model, targets, _stored(config), where, start)
     else:
         fill(model, targets, _stored(config), where)
+
+
+def _keep_blocks(
+    model: DecoderModel, targets: Mapping[str, WeightTarget], file: gguf.GGUFFile
+) -> dict[str, WeightTarget]:
+    """Has linears keep blocks if all their parts are of one type; the targets of those, in bytes."""
+    types = {one.name: file.tensors[one.stored].type.name for one in gguf.weights(file)}
+    kinds: defaultdict[str, set[str]] = defaultdict(set)
+    for name, place in targets.items():
+        kinds[place.parameter].add(types.get(name, ""))
+    sizes = {
+        f"{name}.weight": module.keep_blocks("+".join(kinds[f"{name}.weight"]))
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+    kept = {name: place for name, place in targets.items() if sizes.get(place.parameter)}
+    return {n: replace(t, shape=(t.shape[0], sizes[t.parameter])) for n, t in kept.items()}
 
 
 def _stored(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,9 +217,11 @@ def fill(
     parameters = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     for name, tensor, target in _matched(targets, tensors, where):
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        place = parameters[target.parameter].data[target.rows]
+        is_float = tensor.is_floating_point() and tensor.element_size() > 1
+        if not is_float and place.dtype != torch.uint8:  # of blocks
             raise ModelLoadError(f"{where}: {name} has dtype {tensor.dtype}, expected a float")
-        copy(name, tensor, parameters[target.parameter].data[target.rows])
+        copy(name, tensor, place)
         filled[target.parameter] += tensor.numel()
     partial = [name for name, count in filled.items() if count != parameters[name].numel()]
     if partial:

@@ -7,16 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from tests.cpu import native_ops
 from tests.cpu.models.helpers import load, reference
 from tests.cpu.native_ops import PagedAttention, kernels, needs_kernels
-from tests.cpu.paged import assert_close, assert_same_bits, common_metadata
+from tests.cpu.paged import PagedModel, assert_close, assert_same_bits, common_metadata, settings
+from tests.cpu.weights.helpers import save_gguf, weights
 
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
+from octavo.config.engine import EngineArgs
 from octavo.config.kv_cache import KVCacheSpec
 from octavo.config.rope import RopeConfig
 from octavo.errors import ConfigError
@@ -24,8 +29,9 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu.native import cpu_kernels
 from octavo.kernels.triton.activation import reference_silu_and_mul
 from octavo.kernels.triton.norm import reference_rms_norm
-from octavo.layers.linear import NativeLinear, TiledLinear, cpu_linear
+from octavo.layers.linear import Linear, NativeLinear, TiledLinear, cpu_linear
 from octavo.layers.rotary import RotaryEmbedding
+from octavo.weights.checkpoint import load_model_config
 
 pytestmark = needs_kernels
 
@@ -159,6 +165,117 @@ def test_rows_have_the_bits_that_they_have_alone(
         assert linear(x)[3].isnan().all()
         assert_same_bits(linear(x)[4:], out[4:])
         assert_same_bits(linear(x)[:3], out[:3])
+
+
+def stored(kind: str, columns: int, depth: int) -> torch.Tensor:
+    """Random rows of blocks; scales and least values up to 4, some zero, negative or subnormal."""
+    size = native.BLOCK_KINDS[kind][1]
+    rows = torch.randint(0, 256, (columns, depth // 32, size), dtype=torch.uint8)
+    heads = torch.empty(columns, depth // 32, 2).uniform_(-4, 4).half()
+    heads[1::5], heads[2::5, :, 0], heads[3::5, :, 1] = 6e-8, 0, 0
+    head = 4 if kind == "Q4_1" else 2
+    rows[..., :head] = heads.view(torch.uint8)[..., :head]
+    return rows.view(columns, -1)
+
+
+def values(kind: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By the gguf package, in fp32, then rounded."""
+    with np.errstate(all="ignore"):
+        found = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(found).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", native.BLOCK_KINDS)
+def test_blocks_have_the_bits_of_their_values(
+    linear_kind: None, kind: str, dtype: torch.dtype
+) -> None:
+    """For any number of rows, more than a band, too; one panel, an odd number of them; 3 threads."""
+    for columns, depth in ((16, 32), (48, 96), (96, 1536)):
+        rows = stored(kind, columns, depth)
+        weight, bias = values(kind, rows, dtype), torch.randn(columns).to(dtype)
+        expected = NativeLinear(kernels(dtype), weight, bias)
+        packed = NativeLinear(kernels(dtype), rows, bias, kind)
+        assert packed.matrix.kind
+        x = torch.randn(700, depth).to(dtype)
+        out = expected(x)
+        for count in (0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 700):
+            assert_same_bits(packed(x[:count]), out[:count])
+            assert_same_bits(packed(x[700 - count :]), out[700 - count :])
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            assert_same_bits(packed(x), out)
+            assert_same_bits(packed(x[:20]), out[:20])
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", native.BLOCK_KINDS)
+def test_a_scale_that_is_not_finite_stays_in_its_output(linear_kind: None, kind: str) -> None:
+    for scale in (torch.inf, torch.nan):
+        rows = stored(kind, 48, 64)
+        rows[7, :2] = torch.tensor([scale]).half().view(torch.uint8)
+        weight = values(kind, rows, torch.bfloat16)
+        x = torch.randn(3, 64).bfloat16()
+        out = NativeLinear(kernels(torch.bfloat16), rows, None, kind)(x)
+        expected = NativeLinear(kernels(torch.bfloat16), weight, None)(x)
+        assert out[:, 7].isnan().all() or scale == torch.inf
+        assert torch.equal(out.isnan(), expected.isnan())
+        numbers = ~expected.isnan()
+        assert_same_bits(out[numbers], expected[numbers])
+        assert_same_bits(out[:, torch.arange(48) != 7], expected[:, torch.arange(48) != 7])
+
+
+def test_what_the_kernels_do_not_take_stays_elements() -> None:
+    for rows, columns, dtype, kind in (
+        (48, 64, torch.bfloat16, "Q4_K"),
+        (40, 64, torch.bfloat16, "Q8_0"),
+        (48, 48, torch.bfloat16, "Q8_0"),
+        (48, 64, torch.float16, "Q8_0"),
+        (48, 64, torch.bfloat16, "Q8_0"),
+    ):
+        linear = Linear(columns, (rows,), dtype, CPU)
+        kept = linear.keep_blocks(kind)
+        assert linear.weight is not None
+        if (rows, columns, dtype, kind) != (48, 64, torch.bfloat16, "Q8_0"):
+            assert not kept
+            assert linear.weight.shape == (rows, columns)
+            continue
+        assert kept == 68
+        linear.weight.data.copy_(stored(kind, rows, columns))
+        linear.finalize("tiled")
+        assert isinstance(linear.kernel, NativeLinear)
+        assert (linear.kernel.matrix.columns, linear.kernel.matrix.depth) == (rows, columns)
+
+
+def test_parts_of_two_types_are_kept_as_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q and v in Q4_0, k in Q8_0: the same bits as if nothing were kept in blocks."""
+    plain = gguf.GGUFWriter.add_tensor
+    q4, q8 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+
+    def mixed(writer: gguf.GGUFWriter, name: str, data: Any, raw_dtype: Any = None) -> None:
+        if ".attn_k." in name:
+            data, raw_dtype = gguf.quantize(gguf.dequantize(data, q4), q8), q8
+        plain(writer, name, data, raw_dtype=raw_dtype)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", mixed)
+    config = settings(vocab_size=144)
+    save_gguf(tmp_path / "m.gguf", config, weights(config), q4)
+    ours = load_model_config(EngineArgs(str(tmp_path / "m.gguf")))
+    model, tokens = PagedModel(ours), torch.arange(3, 40)
+    kinds = {
+        name.rpartition(".")[2]: module.kernel.matrix.kind
+        for name, module in model.model.named_modules()
+        if isinstance(module, Linear)
+    }
+    number = native.BLOCK_KINDS["Q4_0"][0]
+    blocks = dict.fromkeys(("o_proj", "gate_up_proj", "down_proj", "lm_head"), number)
+    assert kinds == {"qkv_proj": 0, **blocks}
+    monkeypatch.setattr(Linear, "keep_blocks", lambda *_: 0)
+    assert_same_bits(model.step_from_empty(tokens), PagedModel(ours).step_from_empty(tokens))
 
 
 def test_other_widths_and_types_are_left_to_torch() -> None:

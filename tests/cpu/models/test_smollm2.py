@@ -11,7 +11,10 @@ import torch
 
 from octavo.config.engine import EngineArgs
 from octavo.engine.tokenizer import load_tokenizer
+from octavo.kernels.cpu import native
+from octavo.layers.linear import Linear
 from octavo.weights.checkpoint import load_model_config
+from tests.cpu.native_ops import needs_kernels
 from tests.cpu.paged import PagedModel, assert_close, assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,6 +114,33 @@ def test_chunks_and_batch_mates_change_no_bit(model: PagedModel, texts: torch.Te
         got.append(model.hidden_step(batch)[request])
         start += mine
     assert_same_bits(torch.cat(got), expected)
+
+
+@needs_kernels
+def test_blocks_that_stay_packed_change_no_bit(
+    model: PagedModel, smollm2_path: Path, texts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q4_1 layers and the Q8_0 head, against the same weights as elements."""
+
+    def kinds(one: PagedModel) -> set[int]:
+        linears = [part for part in one.model.modules() if isinstance(part, Linear)]
+        return {linear.kernel.matrix.kind for linear in linears}  # type: ignore[union-attr]
+
+    assert kinds(model) == {native.BLOCK_KINDS[kind][0] for kind in ("Q4_1", "Q8_0")}
+    monkeypatch.setattr(Linear, "keep_blocks", lambda *_: 0)
+    dense = load(smollm2_path, str(model.model.embed_tokens.weight.dtype).removeprefix("torch."))
+    assert kinds(dense) == {0}
+    assert_same_bits(dense.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    logits = []
+    for one in (model, dense):
+        one.reset()
+        requests = [one.add(LENGTH + 8) for _ in range(3)]
+        steps = [one.step(dict(zip(requests, texts, strict=False)))]
+        for _ in range(8):
+            best = {request: found[-1:].argmax(-1) for request, found in steps[-1].items()}
+            steps.append(one.step(best))
+        logits.append(torch.cat([found for step in steps for found in step.values()]))
+    assert_same_bits(*logits)
 
 
 def test_bfloat16_stays_near_float32(

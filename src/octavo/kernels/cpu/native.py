@@ -26,6 +26,8 @@ LANES = 16
 """Rows of a weight must be a multiple of it, ..."""
 DEPTH = 32
 """... its columns of this."""
+BLOCK_KINDS = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
+"""GGUF types that stay packed: ggml's number, bytes of a block of DEPTH columns."""
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _ELEMENTS = {torch.float32: "-DELEM_FLOAT", torch.bfloat16: "-DELEM_BF16"}
 _COMPILER = "gcc"
@@ -42,31 +44,36 @@ P, N, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 class Matrix(ctypes.Structure):
     """A packed weight (columns, depth), as linear.h has it, and its bias in fp32, or none."""
 
-    _fields_ = [("packed", P), ("bias", P), ("columns", N), ("depth", N)]
+    _fields_ = [("packed", P), ("kind", N), ("bias", P), ("columns", N), ("depth", N)]
 
 
 class CpuKernels:
     """Kernels on dense CPU tensors of one element type. Their threads are those of torch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        library.pack_linear.argtypes = [P, P, N, N, ctypes.c_int]
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._library, self.dtype = library, dtype
+        library.pack_linear.argtypes = [P, P, N, N, N, ctypes.c_int]
         library.run_linear.argtypes = [P, P, P, N, ctypes.c_int]
         library.run_layers.argtypes = [P, P, P, P, N, N, P, P, P, P]
         self.has_amx = bool(library.start_linear())
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: (out_features, in_features) -> the same numbers, ordered for `linear`."""
+    def pack(self, weight: torch.Tensor, kind: int = 0, depth: int = 0) -> torch.Tensor:
+        """weight: (out_features, in_features) -> the same numbers, ordered for `linear`.
+
+        Or, with ggml's number of their type and in_features, (out_features, bytes of blocks).
+        """
         weight, packed = weight.contiguous(), torch.empty(weight.shape, dtype=weight.dtype)
+        shape = len(weight), depth or weight.shape[1]
         pointers = packed.data_ptr(), weight.data_ptr()
-        self._library.pack_linear(*pointers, *weight.shape, torch.get_num_threads())
+        self._library.pack_linear(*pointers, kind, *shape, torch.get_num_threads())
         return packed
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features), same dtype."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], matrix.columns)
         operands = out.data_ptr(), x.data_ptr(), ctypes.addressof(matrix)
-        self._library.run_linear(*operands, x.shape[0], torch.get_num_threads())
+        if not self._library.run_linear(*operands, x.shape[0], torch.get_num_threads()):
+            raise MemoryError("no memory for the elements of a panel of weights")
         return out
 
     def run_layers(self, *arguments: object) -> None:
@@ -82,7 +89,7 @@ def cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
     if not env.cpu_kernels() or dtype not in _ELEMENTS or "avx512f" not in cpu_flags().split():
         return None
     try:
-        kernels = CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])))
+        kernels = CpuKernels(_load((*_COMPILE, _ELEMENTS[dtype])), dtype)
     except (OSError, ConfigError, subprocess.SubprocessError) as error:
         logger.warning("no CPU kernels of our own, torch's are slower: %s", error)
         return None

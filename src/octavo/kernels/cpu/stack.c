@@ -22,8 +22,8 @@ typedef struct {
     float eps, scale;
 } batch;
 
-static void product(elem *out, const elem *x, const matrix *m, const batch *b) {
-    run_linear(out, x, m, b->tokens, (int)b->threads);
+static int product(elem *out, const elem *x, const matrix *m, const batch *b) {
+    return run_linear(out, x, m, b->tokens, (int)b->threads);
 }
 
 static void norm(elem *out, elem *total, const elem *x, const elem *residual, const elem *weight,
@@ -46,19 +46,19 @@ int run_layers(elem *x, elem *residual, elem *const *buffers, const layer *layer
             norm(normed, residual, x, residual, l->input_norm, b);
         else
             norm(normed, 0, residual, 0, l->input_norm, b);
-        product(wide, normed, &l->qkv, b);
+        if (!product(wide, normed, &l->qkv, b)) return 0;
         rotate_and_write(wide, now->cos, now->sin, l->q_norm, l->k_norm, b->eps, (int)b->unit_offset,
                          now->slots, caches[i], s, b->tokens, (int)b->threads);
         if (!attend(narrow, wide, l->qkv.columns, caches[i], b->starts, b->lens, now->tables,
                     now->table_stride, b->requests, b->tokens, s, b->scale, l->window, (int)b->threads))
             return 0;
-        product(x, narrow, &l->out, b);
+        if (!product(x, narrow, &l->out, b)) return 0;
         if (l->attention_out_norm) norm(x, 0, x, 0, l->attention_out_norm, b);
         norm(normed, residual, x, residual, l->mlp_norm, b);
-        if (!l->gate_up.packed) continue;
-        product(wide, normed, &l->gate_up, b);
+        if (!l->gate_up.columns) continue;
+        if (!product(wide, normed, &l->gate_up, b)) return 0;
         silu_and_mul(narrow, wide, b->tokens, l->down.depth, (int)b->gelu, (int)b->threads);
-        product(x, narrow, &l->down, b);
+        if (!product(x, narrow, &l->down, b)) return 0;
         if (l->mlp_out_norm) norm(x, 0, x, 0, l->mlp_out_norm, b);
     }
     return 1;
