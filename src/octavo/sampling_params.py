@@ -173,5 +173,5 @@ def _real(field: str, value: Any, low: float, high: float) -> None:
     expect(field, value, (int, float), "a number")
     # Compared, not converted: an int may be too large for a float. NaN fails every comparison.
     if not low <= value <= min(high, sys.float_info.max):
-        text = f"must be finite and in [{low}, {high}], not {shown(value)}"
-        raise InvalidRequestError(field, text)
+        wanted = f"in [{low}, {high}]" if high < math.inf else f"finite and at least {low}"
+        raise InvalidRequestError(field, f"must be {wanted}, not {shown(value)}")

@@ -37,9 +37,9 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[
     return [[generator.randrange(low, high) for _ in range(length)] for length in lengths]
 
 
-def check_produced(outputs: Sequence[RequestOutput], length: int, max_model_len: int) -> None:
+def check_produced(outputs: Sequence[RequestOutput], length: int) -> None:
     """Raises OctavoError unless each output has `length` tokens: with both sums, and the errors of
-    failed requests, or prompts that left too little room in max_model_len."""
+    failed requests."""
     got = [len(out.outputs[0].token_ids) for out in outputs]
     if set(got) == {length}:
         return
@@ -49,11 +49,8 @@ def check_produced(outputs: Sequence[RequestOutput], length: int, max_model_len:
     else:
         out, number = next(row for row in zip(outputs, got, strict=True) if row[1] != length)
         prompt = len(out.prompt_token_ids)
-        why = f"a prompt of {prompt} tokens and an output of {length}"
-        if prompt + length > max_model_len:
-            why += f" do not fit into max_model_len={max_model_len}"
-        else:
-            why += f" ended after {number} ({out.outputs[0].finish_reason})"
+        why = f"a prompt of {prompt} tokens and an output of {length} ended after {number}"
+        why += f" ({out.outputs[0].finish_reason})"
     wanted = length * len(outputs)
     raise OctavoError(f"{sum(got)} of {wanted} output tokens were produced: {why}")
 
@@ -65,17 +62,24 @@ def exactly(num_tokens: int, temperature: float = 0.0) -> SamplingParams:
     )
 
 
+def check_fits(llm: LLM, input_len: int, output_len: int) -> None:
+    """Raises OctavoError for lengths that no request can have, before prompts are made of them."""
+    if input_len + output_len > (limit := llm.engine.config.scheduler.max_model_len):
+        text = f"a prompt of {input_len} tokens and an output of {output_len} do not fit into"
+        raise OctavoError(f"{text} max_model_len={limit}")
+
+
 def time_requests(
     llm: LLM, count: int, input_len: int, output_len: int, seed: int, temperature: float = 0.0
 ) -> float:
     """Seconds from submitting `count` requests to the last token of all."""
-    config = llm.engine.config
-    prompts = random_prompts([input_len] * count, config.model.vocab_size, seed)
+    check_fits(llm, input_len, output_len)
+    prompts = random_prompts([input_len] * count, llm.engine.config.model.vocab_size, seed)
     params = exactly(output_len, temperature)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     elapsed = time.perf_counter() - start
-    check_produced(outputs, output_len, config.scheduler.max_model_len)
+    check_produced(outputs, output_len)
     return elapsed
 
 
@@ -137,15 +141,15 @@ def run_prefix(llm: LLM, *, input_len: int, iterations: int) -> dict[str, Any]:
     Returns medians: TTFT in seconds and tokens computed for the first and for the second prompt;
     and the lengths of every request.
     """
-    config = llm.engine.config
-    vocab_size = config.model.vocab_size
+    check_fits(llm, input_len + TAIL, 1)
+    vocab_size = llm.engine.config.model.vocab_size
     rows: dict[str, list[tuple[float, int]]] = {"cold": [], "warm": []}
     time_requests(llm, 1, input_len, 1, seed=iterations)  # a warm-up
     for seed in range(iterations):
         shared, *tails = random_prompts([input_len, TAIL, TAIL], vocab_size, seed)
         for name, tail in zip(rows, tails, strict=True):
             [output] = llm.generate([shared + tail], exactly(1), use_tqdm=False)
-            check_produced([output], 1, config.scheduler.max_model_len)
+            check_produced([output], 1)
             assert output.metrics is not None
             assert output.metrics.ttft is not None
             computed = len(output.prompt_token_ids) - output.num_cached_tokens

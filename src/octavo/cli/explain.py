@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     settings = make_args(options.engine_settings(args))
     if args.step or args.measured is not None:
         return explain_step(args, settings)
+    if (args.phase, args.batch_size, args.context) != ("decode", 1, 1024):
+        raise ConfigError("--batch-size, --context and --prefill say what step: add --step")
     model = load_model_config(settings)
     facts = probe_device(settings.device)
     config = resolve(settings, model, facts)
@@ -60,6 +62,8 @@ def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     if model.dtype == "float32":  # as `resolve` decides on a GPU
         model = dataclasses.replace(model, dtype="bfloat16")
     kind = StepKind(args.phase, args.batch_size, args.context)
+    if kind.context > (limit := model.max_position_embeddings):
+        raise ConfigError(f"--context: {kind.context} is more than the model's context of {limit}")
     times: list[Row] = []
     if args.measured is not None:
         kind, times = read_measured(args.measured, model)

@@ -40,6 +40,8 @@ class DeviceFacts:
     """Free memory of the device."""
     total_bytes: int = 0
     """GPU: all its memory."""
+    own_kernels: bool = False
+    """CPU: it can run those of kernels/cpu, if there is a compiler."""
 
 
 class _Log:
@@ -149,7 +151,12 @@ def _resolve_linear_backend(args: EngineArgs, facts: DeviceFacts, log: _Log) -> 
         raise ConfigError(f"linear_backend={args.linear_backend!r} runs on {only} only")
     default, reason = "fixed", "one arithmetic for any batch; cublas is faster, not repeatable"
     if facts.kind == "cpu":
-        default, reason = "tiled", "fixed row tiles: results do not depend on the batch"
+        how = (
+            "our own kernels (without gcc: torch)"
+            if facts.own_kernels
+            else "torch, fixed row tiles"
+        )
+        default, reason = "tiled", f"{how}: results do not depend on the batch"
     picked: LinearBackend = log.pick("linear_backend", default, reason)
     return picked
 
@@ -166,7 +173,7 @@ def _resolve_scheduler(
     seqs, tokens, reason = 256, 8192, "enough to fill the GPU's tensor cores"
     if facts.kind == "cpu":
         seqs, tokens = 64, 512
-        reason = "about half a second of prefill on a CPU, so that running streams stay smooth"
+        reason = "short steps on a CPU, so that running streams stay smooth"
     if model.encoder is not None and max_model_len > tokens:
         tokens, reason = max_model_len, "a text of any length in one step"
     max_num_seqs = log.pick("max_num_seqs", seqs, f"default on a {facts.kind.upper()}")

@@ -39,7 +39,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
             rule = f"{local} is local; only a Hugging Face id has revisions"
             raise ConfigError(f"revision={shown(revision)}: {rule}")
         return local
-    looked = f"{model!r}: no folder or file {path.absolute()}"
+    looked = f"{model!r}: no folder or regular file {path.absolute()}"
     match = _HUB_ID.fullmatch(model)
     if not match or path.suffix == ".gguf" or path.exists():
         raise ModelLoadError(f"{looked}, and not a Hugging Face id (owner/name)")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from octavo.config.machine import available_memory, cpu_name
+from octavo import env
+from octavo.config.machine import available_memory, cpu_flags, cpu_name
 from octavo.config.resolve import DeviceFacts
 from octavo.errors import ConfigError
 
@@ -46,7 +48,8 @@ def probe_device(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceFacts
             raise ConfigError(f"device='cuda': {problem}")
         if torch.cuda.is_available():
             logger.warning("running on the CPU: %s", problem)
-    return DeviceFacts("cpu", cpu_name(), torch.get_num_threads(), available_memory())
+    facts = DeviceFacts("cpu", cpu_name(), torch.get_num_threads(), available_memory())
+    return replace(facts, own_kernels=env.cpu_kernels() and "avx512f" in cpu_flags().split())
 
 
 def _gpu_problem() -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
+from octavo.worker import device
 
 FAST = ["--max-model-len", "512", "--dtype", "bfloat16"]
 
@@ -90,6 +91,36 @@ def test_info_and_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert decisions["max_num_seqs"] == {"name": "max_num_seqs", "value": "3", "reason": "as given"}
     assert decisions["dtype"]["value"] == "bfloat16"
     assert all(row["reason"] for row in decisions.values())
+
+
+def test_explain_says_whose_kernels_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CPU_KERNELS", "0")
+    assert "torch, fixed row tiles" in octavo(capsys, "explain", "demo", "--device", "cpu")[1]
+    monkeypatch.setenv("OCTAVO_CPU_KERNELS", "1")
+    monkeypatch.setattr(device, "cpu_flags", lambda: "sse avx512f")
+    assert "our own kernels" in octavo(capsys, "explain", "demo", "--device", "cpu")[1]
+    monkeypatch.setenv("OCTAVO_CPU_KERNELS", "maybe")
+    for verb in ("explain", "info"):
+        assert "'maybe' is not 0 or 1" in octavo(capsys, verb, "demo", "--device", "cpu")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-size", "8"], "add --step"),
+        (["--context", "5"], "add --step"),
+        (["--prefill"], "add --step"),
+        (["--step", "--context", "8193"], "8193 is more than the model's context of 8192"),
+    ],
+)
+def test_explain_ignores_no_option(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = octavo(capsys, "explain", "demo", *options)
+    assert (status, out) == (2, "")
+    assert words in err
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput", "prefix"])

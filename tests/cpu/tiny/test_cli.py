@@ -63,21 +63,21 @@ def octavo(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_bench_refuses_to_rate_tokens_that_were_not_produced(
-    kind: str, letters: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("kind", ["latency", "throughput", "prefix"])
+@pytest.mark.parametrize("length", [30, 2**31 - 1])  # prompts of the latter would fill the memory
+def test_bench_refuses_lengths_that_do_not_fit(
+    kind: str, length: int, letters: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     output = tmp_path / "result.json"
-    number = {"latency": "--batch-size", "throughput": "--num-prompts"}[kind]
-    lengths = ["--input-len", "30", "--output-len", "20", "--max-model-len", "40"]
+    lengths = ["--input-len", str(length), "--max-model-len", "40"]
+    lengths += [] if kind == "prefix" else ["--output-len", "20"]
     status, out, err = octavo(
-        capsys, "bench", kind, letters, number, "2", *lengths, *DUMMY, "--output-json", str(output)
+        capsys, "bench", kind, letters, *lengths, *DUMMY, "--output-json", str(output)
     )
     assert (status, out) == (2, "")
-    assert err == (
-        "octavo: error: 20 of 40 output tokens were produced: a prompt of 30 tokens and an output "
-        "of 20 do not fit into max_model_len=40\n"
-    )
+    asked = f"{length + 20} tokens and an output of 1" if kind == "prefix" else f"{length} tokens "
+    assert f"octavo: error: a prompt of {asked}" in err
+    assert err.endswith(" do not fit into max_model_len=40\n")
     assert not output.exists()
 
 
@@ -100,11 +100,11 @@ def test_produced_tokens_are_counted_a_request() -> None:
         completion = CompletionOutput(0, "", list(token_ids), finish_reason=FinishReason.STOP)
         return RequestOutput("0", None, [1], [completion], True)
 
-    check_produced([output(5, 6), output(7, 8)], 2, 100)
+    check_produced([output(5, 6), output(7, 8)], 2)
     with pytest.raises(OctavoError, match=r"3 of 4 .*an output of 2 ended after 1 \(stop\)"):
-        check_produced([output(5), output(7, 8)], 2, 100)
+        check_produced([output(5), output(7, 8)], 2)
     with pytest.raises(OctavoError, match="4 of 4"):
-        check_produced([output(5), output(7, 8, 9)], 2, 100)
+        check_produced([output(5), output(7, 8, 9)], 2)
 
 
 def test_bench_writes_the_line_it_prints(

@@ -258,7 +258,7 @@ def test_wrong_paths_say_what_was_looked_for(
 ) -> None:
     """A missing folder, an odd file, an empty folder, a hub id without network."""
     with pytest.raises(
-        ModelLoadError, match=r"no folder or file .*/nowhere, and not a Hugging Face"
+        ModelLoadError, match=r"no folder or regular file .*/nowhere, and not a Hugging Face"
     ):
         resolve_model_path(f"{tmp_path}/nowhere")
     odd = tmp_path / "model.bin"
@@ -269,7 +269,7 @@ def test_wrong_paths_say_what_was_looked_for(
         load_model_config(EngineArgs(str(tmp_path)))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ModelLoadError, match=r"no folder or file .*owner/name; nor could it be had"
+        ModelLoadError, match=r"no folder or regular file .*owner/name; nor could it be had"
     ):
         resolve_model_path("owner/name")
     for name in ("./nowhere", "../nowhere", ".hidden/name", "~/nowhere", f"{tmp_path}/nowhere"):
