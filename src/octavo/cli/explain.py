@@ -62,11 +62,11 @@ def explain_step(args: argparse.Namespace, settings: EngineArgs) -> int:
     if model.dtype == "float32":  # as `resolve` decides on a GPU
         model = dataclasses.replace(model, dtype="bfloat16")
     kind = StepKind(args.phase, args.batch_size, args.context)
-    if kind.context > (limit := model.max_position_embeddings):
-        raise ConfigError(f"--context: {kind.context} is more than the model's context of {limit}")
     times: list[Row] = []
     if args.measured is not None:
         kind, times = read_measured(args.measured, model)
+    elif kind.context > (limit := model.max_position_embeddings):
+        raise ConfigError(f"--context: {kind.context} is more than the model's context of {limit}")
     machine = machine_for(probe_device(settings.device).name)
     costs = step_operations(model, kind.requests(kind.context), kind.batch_size)
     rows = operation_rows(costs, machine, times)

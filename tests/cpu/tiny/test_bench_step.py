@@ -440,10 +440,10 @@ def test_explain_step(
     assert lines[2].split()[0] == "embed"
     assert [line.split()[0] for line in lines[2:17]][-2:] == ["sample", "total"]
     assert "assumed, not those of " in out
-    status, out, _ = octavo(capsys, *command, "--prefill", "--json")
+    status, out, _ = octavo(capsys, *command, "--prefill", "--context", "500", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert rows["lm_head"]["flops"] == 2 * 64 * 512
-    assert rows["qkv_proj"]["flops"] == 2 * 2 * 1024 * 64 * 128
+    assert rows["qkv_proj"]["flops"] == 2 * 2 * 500 * 64 * 128
 
     recorded += [event for i in range(4) for event in trace(GRAPH, 100.0 * i)]
     with tiny(tiny_model, dtype="bfloat16") as llm:
