@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from octavo.config.engine import EngineArgs
@@ -58,6 +59,7 @@ def greedy(model: PagedModel, prompt: list[int], count: int) -> tuple[list[int],
     return tokens, torch.cat(logits)
 
 
+@pytest.mark.soak  # 18 s; mixtures are checked on tiny models in `make test`
 def test_upcycled_smollm2_answers_as_smollm2(smollm2_path: Path) -> None:
     """fp32: logits within rounding, the same tokens; and decoding has the bits of a prefill."""
     tokenizer = load_tokenizer(smollm2_path)
