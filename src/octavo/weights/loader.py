@@ -144,7 +144,8 @@ def load_weights(model: DecoderModel | BertEncoder, config: ModelConfig, seed: i
         packed = _keep_blocks(model, targets, file)
         fill(model, targets | packed, gguf.iterate_tensors(file, config, packed), where)
         if config.tie_word_embeddings:  # the embedding has elements in any case: it looks up rows
-            head.weight, table = model.embed_tokens.weight, "token_embd.weight"
+            table = "token_embd.weight"
+            head.weight = model.embed_tokens.weight
             if head.keep_blocks(file.tensors[table].type.name):
                 head.get_parameter("weight").data = file.tensor(table, packed=True)
         gguf.kept.cache_clear()
