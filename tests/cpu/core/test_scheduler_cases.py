@@ -180,6 +180,14 @@ def test_weak_block_hash_lends_no_foreign_blocks(depth: int, bits: int) -> None:
     tail = [token % 50 for token in range(20)]
     requests = [make_request(f"r{i}", [i % 3, *tail], 6) for i in range(9)]
     run_all(scheduler, requests, depth)
+    loop = Loop(scheduler, depth)
+    for first in range(10, 13):  # one full block each, under the hash of the one before
+        loop.add(make_request(f"s{first}", [first, 1, 2, 3, 4], 1))
+        loop.drain()
+        last = loop.received[f"s{first}"].last
+        assert last is not None
+        assert last.num_cached_tokens == 0, "the first block is another's"
+    loop.check_outputs()
 
 
 def test_salts_share_nothing_across_and_everything_within() -> None:
